@@ -1,0 +1,178 @@
+"""Wire types around one step: scheduler → workers → scheduler → clients.
+
+All are encoded once with msgspec and sent as bytes. Integer columns are little-endian int32 packed in `bytes`
+(`pack_int32` / `unpack_int32`), so that a steady decode step costs a few bytes per request.
+
+A running request holds a *row* of the workers' persistent batch, an index below max_num_seqs that the scheduler
+assigns. Workers keep token ids, block tables and sampling state by row, so after a request's first step only deltas
+travel.
+"""
+
+from __future__ import annotations
+
+import array
+import enum
+import sys
+from collections.abc import Iterable
+
+import msgspec
+
+from scheduler.sampling_params import SamplingParams
+
+
+def pack_int32(values: Iterable[int]) -> bytes:
+    """Little-endian int32 bytes of `values`."""
+    packed = array.array("i", values)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_int32(data: bytes) -> array.array[int]:
+    """The inverse of `pack_int32`."""
+    values = array.array("i")
+    values.frombytes(data)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values
+
+
+class NewRequestData(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, frozen=True):
+    """A request's whole state, sent in the first step that schedules it, and again when it resumes after preemption.
+
+    Attributes:
+        row: Where workers keep the request from now on; whatever was there before is gone.
+        request_id: For error texts.
+        token_ids: int32 column: prompt, then tokens generated before a preemption.
+        num_prompt_tokens: How many of `token_ids` are the prompt.
+        num_computed_tokens: Tokens whose KV is already in the cache (prefix hits).
+        block_ids: Per KV group, int32 column of the request's blocks so far (this step's included).
+        sampling_params: Always with a seed; the workers sample by it.
+        stop_ids_until_min_tokens: Token ids masked while fewer than min_tokens are generated.
+    """
+
+    row: int
+    request_id: str
+    token_ids: bytes
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    block_ids: list[bytes]
+    sampling_params: SamplingParams
+    stop_ids_until_min_tokens: list[int] = []
+
+
+class BlockAppends(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """Blocks appended to block tables of one KV group: `block_ids[i]` goes to the end of row `rows[i]`'s table."""
+
+    rows: bytes
+    block_ids: bytes
+
+
+class SchedulerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """One step's work, sent by EngineCore to every worker.
+
+    The worker derives the rest: it advances each row's num_computed_tokens by what was scheduled, and a row samples
+    when that reaches the tokens it knows. Sampled tokens are kept at the worker; they are never sent back to it,
+    except that under pipeline parallelism `known_tokens` tells the earlier stages.
+
+    Attributes:
+        step: Counts from 1; workers refuse a gap.
+        rows: int32 column [num_reqs], the batch order.
+        num_scheduled_tokens: int32 column [num_reqs]; empty means one token for each row.
+        new_requests: Requests that enter (or re-enter) the persistent batch with this step.
+        new_blocks: Per KV group, blocks appended to tables of requests already in the batch; empty means none.
+        known_rows, known_tokens: int32 columns: tokens sampled in earlier steps, for stages that do not sample.
+        has_structured_output: The forward and the sampling are two calls; the second brings the grammar bitmask.
+    """
+
+    step: int
+    rows: bytes
+    num_scheduled_tokens: bytes = b""
+    new_requests: list[NewRequestData] = []
+    new_blocks: list[BlockAppends] = []
+    known_rows: bytes = b""
+    known_tokens: bytes = b""
+    has_structured_output: bool = False
+
+
+class ModelRunnerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """What one step produced, sent by rank 0 of the last pipeline stage to EngineCore.
+
+    Attributes:
+        step: The SchedulerOutput's.
+        sampled_token_ids: int32 column, one for each row that sampled, in batch order.
+    """
+
+    step: int
+    sampled_token_ids: bytes = b""
+
+
+class FinishReason(enum.IntEnum):
+    """Why a request ended. `str()` gives the public name."""
+
+    STOP = 0
+    LENGTH = 1
+    ABORT = 2
+    ERROR = 3
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+class FinishedRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, frozen=True):
+    """A request's end.
+
+    Attributes:
+        stop_reason: The stop token that ended it; None for EOS.
+        error: Why, when the reason is ERROR.
+        error_type: The class in `engine_actors.errors` the front end raises, e.g. "QueueFullError".
+    """
+
+    request_id: str
+    reason: FinishReason
+    stop_reason: int | str | None = None
+    error: str | None = None
+    error_type: str | None = None
+
+
+class RequestEvents(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, frozen=True):
+    """Sent with a request's first output: monotonic times in seconds on EngineCore's clock, and its prefix hit."""
+
+    request_id: str
+    queued_s: float
+    scheduled_s: float
+    num_cached_tokens: int = 0
+
+
+class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """Gauges at the end of a step, and counters since the last report."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_cache_usage: float = 0.0
+    num_scheduled_tokens: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    num_preemptions: int = 0
+
+
+class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """One client's share of one step, sent by EngineCore. Columns, not rows: cheap to build and to encode.
+
+    Attributes:
+        request_ids: Requests with new tokens in this step.
+        token_ids: Their tokens, flattened in that order.
+        num_tokens: Tokens of each request; empty means one each.
+        finished: Requests that ended with this step (after the tokens above), whether or not they had tokens.
+        started: Events of requests whose first output this is.
+        timestamp_s: Monotonic time of the step's end on EngineCore's clock.
+        stats: Present at most once per step, for one of the clients.
+    """
+
+    request_ids: list[str] = []
+    token_ids: list[int] = []
+    num_tokens: list[int] = []
+    finished: list[FinishedRequest] = []
+    started: list[RequestEvents] = []
+    timestamp_s: float = 0.0
+    stats: SchedulerStats | None = None
