@@ -1,0 +1,36 @@
+// The functions Python calls. Handles are opaque pointers; a program is run by one caller at a time.
+#include <mutex>
+
+#include "pack.h"
+#include "program.h"
+
+static const KernelTable* const kTables[] = {&kAvx512Kernels, &kAvx2Kernels};
+
+#define EA_EXPORT extern "C" __attribute__((visibility("default")))
+
+EA_EXPORT const char* ea_isa_name(int index) { return index >= 0 && index < 2 ? kTables[index]->name : nullptr; }
+EA_EXPORT int ea_isa_supported(int index) { return kTables[index]->supported(); }
+
+EA_EXPORT int64_t ea_struct_size(int which) {
+  const int64_t sizes[] = {sizeof(LinearOp), sizeof(NormOp), sizeof(QkvOp),     sizeof(AttentionOp), sizeof(EmbedOp),
+                           sizeof(GatherOp), sizeof(Op),     sizeof(StepGroup), sizeof(Step)};
+  return which >= 0 && which < (int)(sizeof sizes / sizeof *sizes) ? sizes[which] : -1;
+}
+
+EA_EXPORT void ea_set_threads(int threads, const int* cpus, int num_cpus) { Pool::instance().set_threads(threads, cpus, num_cpus); }
+EA_EXPORT int ea_threads() { return Pool::instance().threads(); }
+
+EA_EXPORT void* ea_program_create(int isa, const Op* ops, int count) { return new Program(*kTables[isa], ops, count); }
+EA_EXPORT void ea_program_destroy(void* program) { delete (Program*)program; }
+EA_EXPORT int ea_program_run(void* program, const Step* step, int threads) { return ((Program*)program)->run(*step, threads); }
+
+EA_EXPORT int ea_run_op(int isa, const Op* op, const Step* step, int threads) {
+  return Program(*kTables[isa], op, 1).run(*step, threads);
+}
+
+EA_EXPORT void ea_pack_bf16(const bf16* weight, int64_t ldw, int64_t n, int64_t k, int interleave_halves, bf16* packed) {
+  pack_bf16(weight, ldw, n, k, interleave_halves != 0, packed);
+}
+EA_EXPORT void ea_unpack_bf16(const bf16* packed, int64_t n, int64_t k, int interleave_halves, bf16* weight, int64_t ldw) {
+  unpack_bf16(packed, n, k, interleave_halves != 0, weight, ldw);
+}

@@ -1,0 +1,23 @@
+// What each instruction set provides. Ranges [begin, end) are of tasks; their results do not depend on the cut.
+#pragma once
+#include "plan.h"
+
+struct ArgBest {
+  float value;
+  int64_t index;
+};
+
+struct KernelTable {
+  const char* name;
+  bool (*supported)();
+  long (*linear_tasks)(const LinearOp&, long rows);
+  void (*linear_run)(const LinearOp&, long rows, long begin, long end, ArgBest* best);
+  void (*norm_run)(const NormOp&, long begin, long end);
+  void (*qkv_run)(const QkvOp&, const Step&, long begin, long end);
+  void (*embed_run)(const EmbedOp&, const Step&, long begin, long end);
+  void (*gather_run)(const GatherOp&, const Step&, long begin, long end);
+  void (*attend_run)(const AttendCall&, long begin, long end, char* scratch);
+  long (*attend_scratch_bytes)(int heads_per_kv, int head_size);
+};
+
+extern const KernelTable kAvx512Kernels, kAvx2Kernels;

@@ -1,0 +1,146 @@
+#include "plan.h"
+
+#include <algorithm>
+#include <cstring>
+#include <unordered_map>
+
+namespace {
+
+struct Request {
+  int32_t first_token, num_tokens;  // in plan.tokens
+  int32_t shared_chunks;            // computed together with other requests
+};
+
+int tokens_per_item(const PlanShape& shape) {
+  return std::max(1, kTileRows / std::max(1, shape.num_heads / shape.num_kv_heads));
+}
+
+// Chunks whose blocks are equal in both tables, of the chunks that both requests read in full.
+int common_chunks(const int32_t* a, const int32_t* b, int limit, int blocks_per_chunk) {
+  int chunks = 0;
+  while (chunks < limit &&
+         std::memcmp(a + (int64_t)chunks * blocks_per_chunk, b + (int64_t)chunks * blocks_per_chunk,
+                     blocks_per_chunk * sizeof(int32_t)) == 0)
+    chunks++;
+  return chunks;
+}
+
+void collect_tokens(AttentionPlan& plan, std::vector<Request>& requests, const Step& step, const StepGroup& group,
+                    const PlanShape& shape, const int64_t* rows, int64_t num_rows) {
+  int64_t next = 0;
+  for (int32_t r = 0; r < step.num_reqs; r++) {
+    const int32_t start = group.query_start_loc[r], stop = group.query_start_loc[r + 1];
+    const int32_t computed = group.seq_lens[r] - (stop - start);
+    Request request = {(int32_t)plan.tokens.size(), 0, 0};
+    for (int32_t t = start; t < stop; t++) {
+      if (rows) {
+        while (next < num_rows && rows[next] < t) next++;
+        if (next >= num_rows || rows[next] != t) continue;
+      }
+      const int32_t position = computed + t - start;
+      QueryToken token = {t, rows ? (int32_t)next : t, r, 0, shape.non_causal ? group.seq_lens[r] : position + 1, -1};
+      if (shape.sliding_window > 0) token.begin = std::max(0, position + 1 - shape.sliding_window);
+      plan.tokens.push_back(token);
+    }
+    request.num_tokens = (int32_t)plan.tokens.size() - request.first_token;
+    requests.push_back(request);
+  }
+}
+
+// Requests with the same blocks in their first chunk form a family; it shares the chunks its members have in common.
+// Requests whose own queries fill a task gain nothing, and would leave many partial sums behind.
+std::vector<std::vector<int32_t>> find_families(std::vector<Request>& requests, const AttentionPlan& plan,
+                                                const StepGroup& group, const PlanShape& shape) {
+  std::vector<std::vector<int32_t>> families;
+  if (shape.sliding_window > 0 || requests.size() < 2 || group.block_size > kChunk) return families;
+  const int blocks_per_chunk = kChunk / group.block_size;
+  std::unordered_map<int32_t, std::vector<int32_t>> by_first_block;
+  std::vector<int32_t> order;
+  for (int32_t r = 0; r < (int32_t)requests.size(); r++) {
+    const int32_t queries = requests[r].num_tokens;
+    const bool fills_task = queries > 1 && 2 * queries > tokens_per_item(shape);
+    if (queries == 0 || fills_task || plan.tokens[requests[r].first_token].end < kChunk) continue;
+    const int32_t block = group.block_table[r * group.block_table_stride];
+    auto& members = by_first_block[block];
+    if (members.empty()) order.push_back(block);
+    members.push_back(r);
+  }
+  for (const int32_t block : order) {
+    auto& members = by_first_block[block];
+    if (members.size() < 2) continue;
+    const int32_t* leader = group.block_table + members[0] * group.block_table_stride;
+    int shared = plan.tokens[requests[members[0]].first_token].end / kChunk;
+    for (size_t i = 1; i < members.size() && shared > 0; i++) {
+      const int full = plan.tokens[requests[members[i]].first_token].end / kChunk;
+      shared = common_chunks(leader, group.block_table + members[i] * group.block_table_stride, std::min(shared, full),
+                             blocks_per_chunk);
+    }
+    if (shared == 0) continue;
+    for (const int32_t r : members) requests[r].shared_chunks = shared;
+    families.push_back(std::move(members));
+  }
+  return families;
+}
+
+}  // namespace
+
+void build_plan(AttentionPlan& plan, const Step& step, const StepGroup& group, const PlanShape& shape,
+               const int64_t* rows, int64_t num_rows, int threads) {
+  plan.tokens.clear();
+  plan.partials.clear();
+  plan.finals.clear();
+  plan.partial_slots = 0;
+  std::vector<Request> requests;
+  requests.reserve(step.num_reqs);
+  collect_tokens(plan, requests, step, group, shape, rows, num_rows);
+  const int per_item = tokens_per_item(shape);
+  const auto families = find_families(requests, plan, group, shape);
+
+  for (const auto& members : families) {
+    // Members' query tokens are copied next to each other, so that an item is one range of plan.tokens.
+    const int32_t first = (int32_t)plan.tokens.size();
+    const int32_t chunks = requests[members[0]].shared_chunks;
+    for (const int32_t r : members)
+      for (int32_t t = 0; t < requests[r].num_tokens; t++) {
+        QueryToken& token = plan.tokens[requests[r].first_token + t];
+        token.first_slot = (int32_t)plan.partial_slots;
+        plan.partial_slots += chunks;
+        plan.tokens.push_back(QueryToken(token));
+      }
+    const int32_t total = (int32_t)plan.tokens.size() - first;
+    for (int32_t c = 0; c < chunks; c++)
+      for (int32_t t = 0; t < total; t += per_item)
+        plan.partials.push_back({first + t, std::min<int32_t>(per_item, total - t), c, c + 1, 0, 0});
+  }
+
+  int64_t total_keys = 0;
+  for (const auto& request : requests)
+    for (int32_t t = 0; t < request.num_tokens; t++) {
+      const QueryToken& token = plan.tokens[request.first_token + t];
+      total_keys += token.end - token.begin;
+    }
+  total_keys *= shape.num_kv_heads;
+
+  for (const auto& request : requests)
+    for (int32_t t = 0; t < request.num_tokens; t += per_item) {
+      const int32_t first = request.first_token + t, count = std::min<int32_t>(per_item, request.num_tokens - t);
+      const int32_t last_chunk = (plan.tokens[first + count - 1].end + kChunk - 1) / kChunk;
+      int32_t first_chunk = std::max(request.shared_chunks, plan.tokens[first].begin / kChunk);
+      int32_t merge_first = 0, merge_last = request.shared_chunks;
+      const int64_t keys = (int64_t)count * (last_chunk - first_chunk) * kChunk;
+      if (merge_last == 0 && threads > 1 && last_chunk - first_chunk > 1 && keys * threads * 4 > total_keys) {
+        for (int32_t i = 0; i < count; i++) {
+          plan.tokens[first + i].first_slot = (int32_t)plan.partial_slots;
+          plan.partial_slots += last_chunk;
+        }
+        for (int32_t c = first_chunk; c < last_chunk; c++) plan.partials.push_back({first, count, c, c + 1, 0, 0});
+        merge_first = first_chunk;
+        first_chunk = merge_last = last_chunk;
+      }
+      plan.finals.push_back({first, count, first_chunk, last_chunk, merge_first, merge_last});
+    }
+  // Longest first, so that the last tasks to be taken are short.
+  std::stable_sort(plan.finals.begin(), plan.finals.end(), [](const PlanItem& a, const PlanItem& b) {
+    return (int64_t)a.num_tokens * (a.last_chunk - a.first_chunk) > (int64_t)b.num_tokens * (b.last_chunk - b.first_chunk);
+  });
+}

@@ -1,0 +1,66 @@
+"""PackedWeight: a linear layer's weight in the panels the kernels read. Made once at load time, from row-major bfloat16.
+
+Panels hold 32 outputs: [panels][inputs / 2][32 outputs][2 inputs], padded with zeros. A gate-up weight interleaves its
+halves by 16, so that one panel holds gates together with the ups they multiply.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from executors.kernels.library import NativeKernels
+
+PANEL = 32
+
+
+class PackedWeight:
+    """A weight [num_outputs, num_inputs] in panel order. `data` is the only copy.
+
+    Attributes:
+        data: bfloat16 [panels, num_inputs / 2, 32, 2].
+        gate_up: Rows were [gates; ups] and are interleaved.
+    """
+
+    def __init__(self, kernels: NativeKernels, weight: torch.Tensor, *, gate_up: bool = False) -> None:
+        if weight.dim() != 2 or weight.dtype != torch.bfloat16 or weight.device.type != "cpu":
+            raise ValueError(
+                f"weight must be a bfloat16 CPU matrix, got {weight.dtype} {tuple(weight.shape)} on {weight.device}")
+        if weight.shape[1] % 2:
+            raise ValueError(f"weight must have an even number of inputs, got {weight.shape[1]}")
+        if gate_up and weight.shape[0] % 2:
+            raise ValueError(f"a gate-up weight must have an even number of rows, got {weight.shape[0]}")
+        if weight.stride(1) != 1:
+            weight = weight.contiguous()
+        self.kernels = kernels
+        self.num_outputs, self.num_inputs = int(weight.shape[0]), int(weight.shape[1])
+        self.gate_up = gate_up
+        self.data = torch.empty(self.num_panels, self.num_inputs // 2, PANEL, 2, dtype=torch.bfloat16)
+        kernels.library.ea_pack_bf16(weight.data_ptr(), weight.stride(0), self.num_outputs, self.num_inputs,
+                                     int(gate_up), self.data.data_ptr())
+
+    @property
+    def num_panels(self) -> int:
+        return -(-(self.num_outputs // 2) // 16) if self.gate_up else -(-self.num_outputs // PANEL)
+
+    def unpack(self) -> torch.Tensor:
+        """The weight as it was given: bfloat16 [num_outputs, num_inputs]."""
+        weight = torch.empty(self.num_outputs, self.num_inputs, dtype=torch.bfloat16)
+        self.kernels.library.ea_unpack_bf16(self.data.data_ptr(), self.num_outputs, self.num_inputs,
+                                            int(self.gate_up), weight.data_ptr(), self.num_inputs)
+        return weight
+
+    def pack_bias(self, bias: torch.Tensor) -> torch.Tensor:
+        """A bias [num_outputs] in panel order: float32 [panels * 32]."""
+        if bias.shape != (self.num_outputs,):
+            raise ValueError(f"bias must have shape ({self.num_outputs},), got {tuple(bias.shape)}")
+        packed = torch.zeros(self.num_panels * PANEL, dtype=torch.float32)
+        if not self.gate_up:
+            packed[: self.num_outputs] = bias.float()
+            return packed
+        half = self.num_outputs // 2
+        view = packed.view(self.num_panels, 2, 16)
+        for index in range(2):
+            padded = torch.zeros(self.num_panels * 16)
+            padded[:half] = bias[index * half : (index + 1) * half].float()
+            view[:, index] = padded.view(self.num_panels, 16)
+        return packed
