@@ -124,7 +124,7 @@ class Step(ctypes.Structure):
     _fields_ = (
         ("input_ids", c_void_p), ("positions", c_void_p), ("sample_rows", c_void_p), ("groups", c_void_p),
         ("num_tokens", c_int64), ("num_reqs", c_int64), ("num_samples", c_int64),
-        ("num_groups", c_int32), ("outputs", c_int32),
+        ("num_groups", c_int32), ("outputs", c_int32), ("profile", c_void_p),
     )  # fmt: skip
 
 

@@ -102,6 +102,8 @@ def _declare(library: ctypes.CDLL) -> None:
         "ea_program_run": (i32, [pointer, pointer, i32]),
         "ea_run_op": (i32, [i32, pointer, pointer, i32]),
         "ea_pack_bf16": (None, [pointer, i64, i64, i64, i32, pointer]),
+        "ea_probe_read": (None, [i32, pointer, i64, i32]),
+        "ea_probe_arithmetic": (ctypes.c_double, [i32, i64, i32]),
         "ea_unpack_bf16": (None, [pointer, i64, i64, i32, pointer, i64]),
     }
     for name, (result, arguments) in signatures.items():

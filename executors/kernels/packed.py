@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from executors.kernels.library import NativeKernels
+from executors.kernels.memory import HugePageArena
 
 PANEL = 32
 
@@ -16,12 +17,16 @@ PANEL = 32
 class PackedWeight:
     """A weight [num_outputs, num_inputs] in panel order. `data` is the only copy.
 
+    Args:
+        arena: Where the panels go; weights of one model made in the order of their use share one.
+
     Attributes:
         data: bfloat16 [panels, num_inputs / 2, 32, 2].
         gate_up: Rows were [gates; ups] and are interleaved.
     """
 
-    def __init__(self, kernels: NativeKernels, weight: torch.Tensor, *, gate_up: bool = False) -> None:
+    def __init__(self, kernels: NativeKernels, weight: torch.Tensor, *, gate_up: bool = False,
+                 arena: HugePageArena | None = None) -> None:
         if weight.dim() != 2 or weight.dtype != torch.bfloat16 or weight.device.type != "cpu":
             raise ValueError(
                 f"weight must be a bfloat16 CPU matrix, got {weight.dtype} {tuple(weight.shape)} on {weight.device}")
@@ -34,7 +39,8 @@ class PackedWeight:
         self.kernels = kernels
         self.num_outputs, self.num_inputs = int(weight.shape[0]), int(weight.shape[1])
         self.gate_up = gate_up
-        self.data = torch.empty(self.num_panels, self.num_inputs // 2, PANEL, 2, dtype=torch.bfloat16)
+        shape = (self.num_panels, self.num_inputs // 2, PANEL, 2)
+        self.data = (arena or HugePageArena(0)).zeros(shape, torch.bfloat16)
         kernels.library.ea_pack_bf16(weight.data_ptr(), weight.stride(0), self.num_outputs, self.num_inputs,
                                      int(gate_up), self.data.data_ptr())
 

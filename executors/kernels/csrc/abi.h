@@ -117,7 +117,8 @@ struct Step {
   const StepGroup* groups;
   int64_t num_tokens, num_reqs, num_samples;
   int32_t num_groups;
-  int32_t outputs;  // bit 0: greedy token ids, bit 1: logits
+  int32_t outputs;   // bit 0: greedy token ids, bit 1: logits
+  int64_t* profile;  // nanoseconds by operation are added here, if not null
 };
 
 enum Status : int32_t {

@@ -1,5 +1,5 @@
 // The functions Python calls. Handles are opaque pointers; a program is run by one caller at a time.
-#include <mutex>
+#include <atomic>
 
 #include "pack.h"
 #include "program.h"
@@ -33,4 +33,36 @@ EA_EXPORT void ea_pack_bf16(const bf16* weight, int64_t ldw, int64_t n, int64_t 
 }
 EA_EXPORT void ea_unpack_bf16(const bf16* packed, int64_t n, int64_t k, int interleave_halves, bf16* weight, int64_t ldw) {
   unpack_bf16(packed, n, k, interleave_halves != 0, weight, ldw);
+}
+
+// Probes run on every thread of the pool at once; the result is what all of them did: bytes, or operations.
+namespace {
+struct Probe {
+  const KernelTable* kernels;
+  const char* memory;
+  int64_t bytes, rounds;
+  std::atomic<int64_t> sink;
+};
+}  // namespace
+
+EA_EXPORT void ea_probe_read(int isa, const void* memory, int64_t bytes, int threads) {
+  Probe probe = {kTables[isa], (const char*)memory, bytes, 0, {0}};
+  Pool::instance().run(
+      [](void* context, int thread, int count) {
+        Probe& p = *(Probe*)context;
+        const int64_t share = p.bytes / count / 256 * 256;
+        p.sink += p.kernels->probe_read(p.memory + thread * share, p.memory + (thread + 1) * share);
+      },
+      &probe, threads);
+}
+
+EA_EXPORT double ea_probe_arithmetic(int isa, int64_t rounds, int threads) {
+  Probe probe = {kTables[isa], nullptr, 0, rounds, {0}};
+  Pool::instance().run(
+      [](void* context, int, int) {
+        Probe& p = *(Probe*)context;
+        p.sink += (int64_t)p.kernels->probe_arithmetic(p.rounds);
+      },
+      &probe, threads);
+  return (double)probe.sink.load();
 }

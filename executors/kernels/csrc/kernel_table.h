@@ -18,6 +18,8 @@ struct KernelTable {
   void (*gather_run)(const GatherOp&, const Step&, long begin, long end);
   void (*attend_run)(const AttendCall&, long begin, long end, char* scratch);
   long (*attend_scratch_bytes)(int heads_per_kv, int head_size);
+  long (*probe_read)(const char* begin, const char* end);
+  double (*probe_arithmetic)(long rounds);
 };
 
 extern const KernelTable kAvx512Kernels, kAvx2Kernels;
