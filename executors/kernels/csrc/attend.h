@@ -12,19 +12,20 @@ namespace EA_ISA {
 constexpr int kScoreStride = kChunk + 16;
 constexpr int kWeightStride = kChunk + 32;  // of bf16 weights; not a multiple of 4 KiB, so rows spread over cache sets
 constexpr int kChunkTiles = kChunk / kTile;
+constexpr int kFewRows = 8;  // below, a task takes as long as its reads, and the next task's are fetched ahead
 
 static inline long align64(long bytes) { return (bytes + 63) / 64 * 64; }
 
 // Buffers of one thread, carved from its scratch memory.
 struct AttendScratch {
   bf16 *query, *weight;
-  float *score, *chunk_out, *out, *chunk_max, *chunk_sum, *row_max, *row_sum;
+  float *score, *chunk_out, *out, *chunk_max, *chunk_sum, *row_max, *row_sum, *keep, *add;
   int32_t *begin, *end;
   static int max_rows(int heads_per_kv) { return heads_per_kv > kTileRows ? heads_per_kv : kTileRows; }
   static long bytes(int heads_per_kv, int head_size) {
     const long rows = max_rows(heads_per_kv);
     return align64(rows * head_size * 2) + align64(rows * kWeightStride * 2) + align64(rows * kScoreStride * 4) +
-           2 * align64(rows * head_size * 4) + 6 * align64(rows * 4);
+           2 * align64(rows * head_size * 4) + 8 * align64(align64(rows * 4));
   }
   AttendScratch(char* memory, int heads_per_kv, int head_size) {
     const long rows = max_rows(heads_per_kv);
@@ -34,9 +35,10 @@ struct AttendScratch {
     score = (float*)take(rows * kScoreStride * 4);
     chunk_out = (float*)take(rows * head_size * 4);
     out = (float*)take(rows * head_size * 4);
-    for (float** field : {&chunk_max, &chunk_sum, &row_max, &row_sum}) *field = (float*)take(rows * 4);
-    begin = (int32_t*)take(rows * 4);
-    end = (int32_t*)take(rows * 4);
+    float** const fields[] = {&chunk_max, &chunk_sum, &row_max, &row_sum, &keep, &add};
+    for (float** field : fields) *field = (float*)take(align64(rows * 4));
+    begin = (int32_t*)take(align64(rows * 4));
+    end = (int32_t*)take(align64(rows * 4));
   }
 };
 
@@ -46,20 +48,64 @@ static inline float* partial_at(const AttendCall& call, int slot, int head) {
   return call.partials + ((int64_t)slot * call.op->num_heads + head) * (kPartialHeader + call.op->head_size);
 }
 
+// The tiles of one chunk that a task reads: [first, last).
+struct Tiles {
+  const bf16 *key[kChunkTiles], *value[kChunkTiles];
+  int first = 0, last = 0;
+};
+
+static void find_tiles(Tiles& tiles, const AttendCall& call, const PlanItem& item, int kv_head, int chunk) {
+  const AttentionOp& op = *call.op;
+  const CacheLayout cache(op.num_kv_heads, op.head_size, call.block_size);
+  const QueryToken* tokens = call.tokens + item.first_token;
+  const int32_t* blocks = call.block_table + tokens[0].request * call.block_table_stride;
+  const int start = chunk * kChunk;
+  int first = kChunk, last = 0;
+  for (int t = 0; t < item.num_tokens; t++) {
+    first = tokens[t].begin - start < first ? tokens[t].begin - start : first;
+    last = tokens[t].end - start > last ? tokens[t].end - start : last;
+  }
+  tiles.first = (first < 0 ? 0 : first) / kTile;
+  tiles.last = ((last > kChunk ? kChunk : last) + kTile - 1) / kTile;
+  for (int j = tiles.first; j < tiles.last; j++) {
+    const int token = start + j * kTile;
+    const int64_t slot = (int64_t)blocks[token / call.block_size] * call.block_size + token % call.block_size;
+    tiles.key[j] = cache.key_tile((bf16*)op.kv_cache, slot, kv_head);
+    tiles.value[j] = cache.value_tile((bf16*)op.kv_cache, slot, kv_head);
+  }
+}
+
+// Fetches the next task's tiles into L2, a few lines whenever this task has issued some arithmetic.
+struct Fetcher {
+  const Tiles* tiles;
+  int tile, lines_per_tile, line = 0;
+  Fetcher(const Tiles* next, int head_size) : tiles(next), tile(next ? next->first : 0), lines_per_tile(head_size / 2) {}
+  int lines() const { return tiles ? (tiles->last - tiles->first) * lines_per_tile * 2 : 0; }
+  void run(int count) {
+    if (!tiles) return;
+    for (; count > 0 && tile < tiles->last; count -= 2) {
+      __builtin_prefetch((const char*)tiles->key[tile] + 64 * line, 0, 2);
+      __builtin_prefetch((const char*)tiles->value[tile] + 64 * line, 0, 2);
+      if (++line == lines_per_tile) line = 0, tile++;
+    }
+  }
+};
+
 // Scores -> unnormalised weights of one row over tiles [0, tiles) of the chunk; also its maximum and sum.
 static void softmax_row(float* score, bf16* weight, int tiles, int first, int last, float scale, float soft_cap, float* max_out,
                         float* sum_out) {
   const VF minus_inf = vset(-INFINITY);
-  VF top = minus_inf;
   const int first_tile = first / kTile, last_tile = (last + kTile - 1) / kTile;
-  for (int j = first_tile; j < last_tile; j++) {
-    VF s = vload(score + kTile * j);
-    const bool edge = kTile * j < first || kTile * (j + 1) > last;
-    if (soft_cap > 0.0f) s = vmul(vtanh(vmul(s, vset(scale / soft_cap))), vset(soft_cap / scale));
-    if (edge) s = vkeep_lanes(s, first - kTile * j, last - kTile * j, minus_inf);
-    if (edge || soft_cap > 0.0f) vstore(score + kTile * j, s);
-    top = vmax(top, s);
-  }
+  if (soft_cap > 0.0f)
+    for (int j = first_tile; j < last_tile; j++)
+      vstore(score + kTile * j, vmul(vtanh(vmul(vload(score + kTile * j), vset(scale / soft_cap))), vset(soft_cap / scale)));
+  const auto mask = [&](int j) {
+    vstore(score + kTile * j, vkeep_lanes(vload(score + kTile * j), first - kTile * j, last - kTile * j, minus_inf));
+  };
+  mask(first_tile);
+  mask(last_tile - 1);
+  VF top = vload(score + kTile * first_tile);
+  for (int j = first_tile + 1; j < last_tile; j++) top = vmax(top, vload(score + kTile * j));
   const float max = vhmax(top);
   *max_out = max * scale;
   const float exponent = scale * 1.44269504f;
@@ -67,7 +113,7 @@ static void softmax_row(float* score, bf16* weight, int tiles, int first, int la
   VF sum = vzero();
   for (int j = 0; j < first_tile; j++) vstore_bf16(weight + kTile * j, vzero());
   for (int j = first_tile; j < last_tile; j++) {
-    const VF p = vexp2(vfma(vload(score + kTile * j), multiplier, offset));
+    const VF p = vexp2_fast(vfma(vload(score + kTile * j), multiplier, offset));
     sum = vadd(sum, p);
     vstore_bf16(weight + kTile * j, p);
   }
@@ -75,25 +121,26 @@ static void softmax_row(float* score, bf16* weight, int tiles, int first, int la
   *sum_out = vhsum(sum);
 }
 
-static void dot_scores(const bf16* query, int head_size, int rows, const bf16* const* key_tiles, int first_tile, int tiles,
-                       float* score) {
+static void dot_scores(const AttendScratch& s, int head_size, int rows, const Tiles& tiles, Fetcher& fetcher) {
   const RowBlocks blocks(rows, kMaxRows);
-  for (int j = first_tile; j < tiles; j += 2) {
-    const bool two = j + 1 < tiles;
-    const Panel panel = {key_tiles + j, head_size / 2, head_size / 2, two ? key_tiles[j + 1] - key_tiles[j] : 0, 2 * kTile};
+  const int pairs = (tiles.last - tiles.first + 1) / 2, share = fetcher.lines() / 2 / (pairs ? pairs : 1);
+  for (int j = tiles.first; j < tiles.last; j += 2) {
+    const bool two = j + 1 < tiles.last;
+    const Panel panel = {tiles.key + j, head_size / 2, head_size / 2, two ? tiles.key[j + 1] - tiles.key[j] : 0, 2 * kTile};
+    const DotFn* table = two ? kDot2 : kDot1;
     for (int b = 0, row = 0; b < blocks.count; row += blocks.size(b++))
-      (two ? kDot2 : kDot1)[blocks.size(b) - 1](query + row * head_size, head_size, panel, score + row * kScoreStride + kTile * j,
-                                                kScoreStride);
+      table[blocks.size(b) - 1](s.query + row * head_size, head_size, panel, s.score + row * kScoreStride + kTile * j, kScoreStride);
+    fetcher.run(share);
   }
 }
 
-static void dot_values(const AttendScratch& s, int head_size, int rows, const bf16* const* value_tiles, int first_tile, int last) {
-  const int skipped = first_tile * kTile;
+static void dot_values(const AttendScratch& s, int head_size, int rows, const Tiles& tiles, int last) {
+  const int skipped = tiles.first * kTile;
   const auto run = [&](const DotFn* table, int limit, int column) {
     const RowBlocks blocks(rows, limit);
     const bf16* shifted[kChunkTiles];
-    for (int j = first_tile; j * kTile < last; j++) shifted[j] = value_tiles[j] + 2 * column;
-    const Panel panel = {shifted + first_tile, (last - skipped + 1) / 2, kTile / 2, 2 * kTile, 2 * head_size};
+    for (int j = tiles.first; j < tiles.last; j++) shifted[j] = tiles.value[j] + 2 * column;
+    const Panel panel = {shifted + tiles.first, (last - skipped + 1) / 2, kTile / 2, 2 * kTile, 2 * head_size};
     for (int b = 0, row = 0; b < blocks.count; row += blocks.size(b++))
       table[blocks.size(b) - 1](s.weight + row * kWeightStride + skipped, kWeightStride, panel,
                                 s.chunk_out + row * head_size + column, head_size);
@@ -105,95 +152,100 @@ static void dot_values(const AttendScratch& s, int head_size, int rows, const bf
 }
 
 // Leaves max, sum and weighted values of chunk `chunk` in s.chunk_*; rows that read nothing of it get max -inf.
-static void attend_chunk(const AttendCall& call, const AttendScratch& s, const int32_t* blocks, int kv_head, int rows, int chunk) {
+static void attend_chunk(const AttendCall& call, const AttendScratch& s, int rows, int chunk, const Tiles& tiles, Fetcher& fetcher) {
   const AttentionOp& op = *call.op;
-  const CacheLayout cache(op.num_kv_heads, op.head_size, call.block_size);
   const int start = chunk * kChunk;
-  int first = kChunk, last = 0;
+  dot_scores(s, op.head_size, rows, tiles, fetcher);
+  const int share = (fetcher.lines() / 2 + rows - 1) / rows;
+  int longest = 0;
   for (int r = 0; r < rows; r++) {
-    first = s.begin[r] - start < first ? s.begin[r] - start : first;
-    last = s.end[r] - start > last ? s.end[r] - start : last;
-  }
-  first = first < 0 ? 0 : first;
-  last = last > kChunk ? kChunk : last;
-  const int first_tile = first / kTile, tiles = (last + kTile - 1) / kTile;
-  const bf16 *key_tiles[kChunkTiles], *value_tiles[kChunkTiles];
-  for (int j = first_tile; j < tiles; j++) {
-    const int token = start + j * kTile;
-    const int64_t slot = (int64_t)blocks[token / call.block_size] * call.block_size + token % call.block_size;
-    key_tiles[j] = cache.key_tile((bf16*)op.kv_cache, slot, kv_head);
-    value_tiles[j] = cache.value_tile((bf16*)op.kv_cache, slot, kv_head);
-  }
-  dot_scores(s.query, op.head_size, rows, key_tiles, first_tile, tiles, s.score);
-  for (int r = 0; r < rows; r++) {
-    int row_first = s.begin[r] - start, row_last = s.end[r] - start;
-    row_first = row_first < 0 ? 0 : row_first;
-    row_last = row_last > kChunk ? kChunk : row_last;
-    if (row_first >= row_last) {
-      s.chunk_max[r] = -INFINITY;
-      s.chunk_sum[r] = 0.0f;
-      for (int j = 0; j < tiles; j++) vstore_bf16(s.weight + r * kWeightStride + kTile * j, vzero());
+    fetcher.run(share);
+    int first = s.begin[r] - start, last = s.end[r] - start;
+    first = first < 0 ? 0 : first;
+    last = last > kChunk ? kChunk : last;
+    longest = last > longest ? last : longest;
+    if (first < last) {
+      softmax_row(s.score + r * kScoreStride, s.weight + r * kWeightStride, tiles.last, first, last, op.scale, op.soft_cap,
+                  s.chunk_max + r, s.chunk_sum + r);
       continue;
     }
-    softmax_row(s.score + r * kScoreStride, s.weight + r * kWeightStride, tiles, row_first, row_last, op.scale, op.soft_cap,
-                s.chunk_max + r, s.chunk_sum + r);
+    s.chunk_max[r] = -INFINITY;
+    s.chunk_sum[r] = 0.0f;
+    for (int j = 0; j < tiles.last; j++) vstore_bf16(s.weight + r * kWeightStride + kTile * j, vzero());
   }
-  if (tiles > first_tile) dot_values(s, op.head_size, rows, value_tiles, first_tile, last);
+  if (tiles.last > tiles.first) dot_values(s, op.head_size, rows, tiles, longest);
 }
 
-// Adds one chunk's sums to a row's running sums. The first chunk is taken as it is.
-static void merge_row(const AttendScratch& s, int row, int head_size, float max, float sum, const float* values) {
-  if (max == -INFINITY) return;
-  float* out = s.out + row * head_size;
-  if (s.row_max[row] == -INFINITY) {
-    s.row_max[row] = max;
-    s.row_sum[row] = sum;
-    std::memcpy(out, values, head_size * sizeof(float));
-    return;
+// Adds one chunk's sums (s.chunk_max, s.chunk_sum; `values_of(row)`) to the running sums of all rows. A row's first
+// chunk is taken as it is, and a chunk it reads nothing of changes nothing.
+template <class Values>
+static void merge_rows(const AttendScratch& s, int rows, int head_size, Values&& values_of) {
+  for (int r = 0; r < rows; r += 16) {
+    const VF old_max = vload(s.row_max + r), new_max = vload(s.chunk_max + r);
+    const VF top = vmax(old_max, new_max), log2e = vset(1.44269504f);
+    vstore(s.keep + r, vexp2(vmul(vsub(old_max, top), log2e)));
+    vstore(s.add + r, vexp2(vmul(vsub(new_max, top), log2e)));
   }
-  const float top = max > s.row_max[row] ? max : s.row_max[row];
-  const float keep = std::exp(s.row_max[row] - top), add = std::exp(max - top);
-  s.row_max[row] = top;
-  s.row_sum[row] = s.row_sum[row] * keep + sum * add;
-  for (int c = 0; c < head_size; c += 16)
-    vstore(out + c, vfma(vload(values + c), vset(add), vmul(vload(out + c), vset(keep))));
-}
-
-static void attend_item(const AttendCall& call, const PlanItem& item, int kv_head, char* memory) {
-  const bool is_final = call.finals;
-  const AttentionOp& op = *call.op;
-  const int heads = op.num_heads / op.num_kv_heads, rows = item.num_tokens * heads, d = op.head_size;
-  const AttendScratch s(memory, heads, d);
-  const QueryToken* tokens = call.tokens + item.first_token;
-  const int32_t* blocks = call.block_table + tokens[0].request * call.block_table_stride;
   for (int r = 0; r < rows; r++) {
-    const QueryToken& token = tokens[r / heads];
-    std::memcpy(s.query + r * d, op.q + (long)token.token * op.ldq + (kv_head * heads + r % heads) * d, d * sizeof(bf16));
-    s.begin[r] = token.begin;
-    s.end[r] = token.end;
-    s.row_max[r] = -INFINITY;
-    s.row_sum[r] = 0.0f;
-  }
-  for (int chunk = item.merge_first; is_final && chunk < item.merge_last; chunk++)
-    for (int r = 0; r < rows; r++) {
-      const float* partial = partial_at(call, tokens[r / heads].first_slot + chunk, kv_head * heads + r % heads);
-      merge_row(s, r, d, partial[0], partial[1], partial + kPartialHeader);
+    if (s.chunk_max[r] == -INFINITY) continue;
+    float* out = s.out + r * head_size;
+    const float* values = values_of(r);
+    if (s.row_max[r] == -INFINITY) {
+      s.row_max[r] = s.chunk_max[r];
+      s.row_sum[r] = s.chunk_sum[r];
+      std::memcpy(out, values, head_size * sizeof(float));
+      continue;
     }
-  for (int chunk = item.first_chunk; chunk < item.last_chunk; chunk++) {
-    attend_chunk(call, s, blocks, kv_head, rows, chunk);
-    for (int r = 0; r < rows; r++) {
-      if (is_final) {
-        merge_row(s, r, d, s.chunk_max[r], s.chunk_sum[r], s.chunk_out + r * d);
-        continue;
-      }
-      float* partial = partial_at(call, tokens[r / heads].first_slot + chunk, kv_head * heads + r % heads);
-      partial[0] = s.chunk_max[r];
-      partial[1] = s.chunk_sum[r];
-      std::memcpy(partial + kPartialHeader, s.chunk_out + r * d, d * sizeof(float));
+    s.row_max[r] = s.row_max[r] > s.chunk_max[r] ? s.row_max[r] : s.chunk_max[r];
+    s.row_sum[r] = s.row_sum[r] * s.keep[r] + s.chunk_sum[r] * s.add[r];
+    const VF keep = vset(s.keep[r]), add = vset(s.add[r]);
+    for (int c = 0; c < head_size; c += 16) vstore(out + c, vfma(vload(values + c), add, vmul(vload(out + c), keep)));
+  }
+}
+
+static void load_rows(const AttendCall& call, const PlanItem& item, int kv_head, const AttendScratch& s) {
+  const AttentionOp& op = *call.op;
+  const int heads = op.num_heads / op.num_kv_heads, d = op.head_size;
+  const QueryToken* tokens = call.tokens + item.first_token;
+  for (int t = 0, r = 0; t < item.num_tokens; t++) {
+    const bf16* query = op.q + (long)tokens[t].token * op.ldq + kv_head * heads * d;
+    std::memcpy(s.query + r * d, query, heads * d * sizeof(bf16));
+    for (int h = 0; h < heads; h++, r++) {
+      s.begin[r] = tokens[t].begin;
+      s.end[r] = tokens[t].end;
+      s.row_max[r] = -INFINITY;
+      s.row_sum[r] = 0.0f;
     }
   }
-  for (int r = 0; is_final && r < rows; r++) {
-    bf16* y = op.out + (long)tokens[r / heads].out_row * op.ldout + (kv_head * heads + r % heads) * d;
+}
+
+static void merge_partials(const AttendCall& call, const PlanItem& item, int kv_head, const AttendScratch& s, int chunk) {
+  const int heads = call.op->num_heads / call.op->num_kv_heads, rows = item.num_tokens * heads;
+  const auto partial = [&](int r) {
+    return partial_at(call, call.tokens[item.first_token + r / heads].first_slot + chunk, kv_head * heads + r % heads);
+  };
+  for (int r = 0; r < rows; r++) {
+    s.chunk_max[r] = partial(r)[0];
+    s.chunk_sum[r] = partial(r)[1];
+  }
+  merge_rows(s, rows, call.op->head_size, [&](int r) { return partial(r) + kPartialHeader; });
+}
+
+static void store_partials(const AttendCall& call, const PlanItem& item, int kv_head, const AttendScratch& s, int chunk) {
+  const int heads = call.op->num_heads / call.op->num_kv_heads, rows = item.num_tokens * heads, d = call.op->head_size;
+  for (int r = 0; r < rows; r++) {
+    float* partial = partial_at(call, call.tokens[item.first_token + r / heads].first_slot + chunk, kv_head * heads + r % heads);
+    partial[0] = s.chunk_max[r];
+    partial[1] = s.chunk_sum[r];
+    std::memcpy(partial + kPartialHeader, s.chunk_out + r * d, d * sizeof(float));
+  }
+}
+
+static void store_rows(const AttendCall& call, const PlanItem& item, int kv_head, const AttendScratch& s) {
+  const AttentionOp& op = *call.op;
+  const int heads = op.num_heads / op.num_kv_heads, d = op.head_size;
+  for (int r = 0; r < item.num_tokens * heads; r++) {
+    bf16* y = op.out + (long)call.tokens[item.first_token + r / heads].out_row * op.ldout + (kv_head * heads + r % heads) * d;
     const VF inverse = vset(1.0f / s.row_sum[r]);
     for (int c = 0; c < d; c += 16) vstore_bf16(y + c, vmul(vload(s.out + r * d + c), inverse));
   }
@@ -201,8 +253,45 @@ static void attend_item(const AttendCall& call, const PlanItem& item, int kv_hea
 
 // Tasks are (KV head, item), items fastest, so that a head's keys and values stay in cache.
 static void attend_run(const AttendCall& call, long begin, long end, char* memory) {
-  for (long task = begin; task < end; task++)
-    attend_item(call, call.items[task % call.num_items], (int)(task / call.num_items), memory);
+  const AttentionOp& op = *call.op;
+  const int heads = op.num_heads / op.num_kv_heads, d = op.head_size;
+  const AttendScratch s(memory, heads, d);
+  const auto item_of = [&](long task) -> const PlanItem& { return call.items[task % call.num_items]; };
+  const auto head_of = [&](long task) { return (int)(task / call.num_items); };
+  Tiles buffers[2];
+  Tiles *tiles = &buffers[0], *next = &buffers[1];
+  bool fetched = false;  // `tiles` already describes the next chunk
+  for (long task = begin; task < end; task++) {
+    const PlanItem& item = item_of(task);
+    const int head = head_of(task), rows = item.num_tokens * heads;
+    load_rows(call, item, head, s);
+    for (int chunk = item.merge_first; chunk < item.merge_last; chunk++) merge_partials(call, item, head, s, chunk);
+    for (int chunk = item.first_chunk; chunk < item.last_chunk; chunk++) {
+      if (!fetched) find_tiles(*tiles, call, item, head, chunk);
+      fetched = false;
+      if (rows <= kFewRows) {
+        if (chunk + 1 < item.last_chunk) {
+          find_tiles(*next, call, item, head, chunk + 1);
+          fetched = true;
+        } else if (task + 1 < end && item_of(task + 1).first_chunk < item_of(task + 1).last_chunk) {
+          find_tiles(*next, call, item_of(task + 1), head_of(task + 1), item_of(task + 1).first_chunk);
+          fetched = true;
+        }
+      }
+      Fetcher fetcher(fetched ? next : nullptr, d);
+      attend_chunk(call, s, rows, chunk, *tiles, fetcher);
+      if (fetched) {
+        Tiles* swap = tiles;
+        tiles = next;
+        next = swap;
+      }
+      if (call.finals)
+        merge_rows(s, rows, d, [&](int r) { return s.chunk_out + r * d; });
+      else
+        store_partials(call, item, head, s, chunk);
+    }
+    if (call.finals) store_rows(call, item, head, s);
+  }
 }
 
 }  // namespace EA_ISA

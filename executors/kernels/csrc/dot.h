@@ -30,10 +30,14 @@ constexpr int kMaxRowsWide = 6;   // with 4 column groups
 template <int ROWS, int GROUPS, bool STREAM>
 __attribute__((noinline)) void dot(const bf16* x, long ldx, const Panel& panel, float* out, long ldout) {
   __m512 acc[ROWS][GROUPS];
+  // Every loop over accumulators must be unrolled early, or the compiler keeps a copy of them in memory.
+#pragma GCC unroll 12
   for (int i = 0; i < ROWS; i++)
+#pragma GCC unroll 4
     for (int j = 0; j < GROUPS; j++) acc[i][j] = _mm512_setzero_ps();
   // Three rows share a pointer (offsets 0, 1 and 2 strides are addressing modes), so that pointers fit in registers.
   const bf16* row[(ROWS + 2) / 3];
+#pragma GCC unroll 4
   for (int i = 0; i < (ROWS + 2) / 3; i++) row[i] = x + 3 * i * ldx;
   const long lane_stride = panel.lane_stride, pair_stride = panel.pair_stride;
   long left = panel.pairs;
@@ -58,9 +62,12 @@ __attribute__((noinline)) void dot(const bf16* x, long ldx, const Panel& panel, 
       }
       w += pair_stride;
     }
+#pragma GCC unroll 4
     for (int i = 0; i < (ROWS + 2) / 3; i++) row[i] += 2 * pairs;
   }
+#pragma GCC unroll 12
   for (int i = 0; i < ROWS; i++)
+#pragma GCC unroll 4
     for (int j = 0; j < GROUPS; j++) _mm512_storeu_ps(out + i * ldout + 16 * j, acc[i][j]);
 }
 

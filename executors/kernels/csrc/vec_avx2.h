@@ -82,8 +82,9 @@ static inline __m256 exp2_half(__m256 x) {
   p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(6.9314698e-1f));
   p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(1.0f));
   const __m256i scaled = _mm256_add_epi32(_mm256_castps_si256(p), _mm256_slli_epi32(_mm256_castps_si256(shifted), 23));
-  return _mm256_and_ps(_mm256_cmp_ps(x, _mm256_set1_ps(-126.0f), _CMP_GE_OQ), _mm256_castsi256_ps(scaled));
+  return _mm256_castsi256_ps(scaled);
 }
 static inline VF vexp2(VF x) { return {exp2_half(x.a), exp2_half(x.b)}; }
+static inline VF vexp2_fast(VF x) { return vexp2(x); }
 
 }  // namespace EA_ISA

@@ -38,7 +38,7 @@ static inline VF vkeep_lanes(VF a, int begin, int end, VF other) {
 static inline float vhsum(VF a) { return _mm512_reduce_add_ps(a.v); }
 static inline float vhmax(VF a) { return _mm512_reduce_max_ps(a.v); }
 
-// 2^x for x <= 127; below -126 the result is 0.
+// 2^x for x <= 127, to 9e-8 of its value; 0 from x = -127 down.
 static inline VF vexp2(VF x) {
   const __m512 clamped = _mm512_max_ps(x.v, _mm512_set1_ps(-127.0f));
   const __m512 magic = _mm512_set1_ps(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer in the low bits
@@ -50,8 +50,23 @@ static inline VF vexp2(VF x) {
   p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.4022242e-1f));
   p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.9314698e-1f));
   p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f));
-  const __m512i scaled = _mm512_add_epi32(_mm512_castps_si512(p), _mm512_slli_epi32(_mm512_castps_si512(shifted), 23));
-  return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, _mm512_set1_ps(-126.0f), _CMP_GE_OQ), _mm512_castsi512_ps(scaled))};
+  return {_mm512_castsi512_ps(
+      _mm512_add_epi32(_mm512_castps_si512(p), _mm512_slli_epi32(_mm512_castps_si512(shifted), 23)))};
+}
+
+// The same to 3e-6, for softmax weights, which are then rounded to bf16.
+static inline VF vexp2_fast(VF x) {
+  const __m512 clamped = _mm512_max_ps(x.v, _mm512_set1_ps(-127.0f));
+  const __m512 magic = _mm512_set1_ps(12582912.0f);
+  const __m512 shifted = _mm512_add_ps(clamped, magic);
+  const __m512 f = _mm512_sub_ps(clamped, _mm512_sub_ps(shifted, magic));
+  __m512 p = _mm512_set1_ps(9.5828907e-3f);
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.5906429e-2f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.4024098e-1f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.9312419e-1f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f));
+  return {_mm512_castsi512_ps(
+      _mm512_add_epi32(_mm512_castps_si512(p), _mm512_slli_epi32(_mm512_castps_si512(shifted), 23)))};
 }
 
 }  // namespace EA_ISA
