@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <climits>
+#include <new>
 
 static void futex_wait(std::atomic<uint32_t>* word, uint32_t expected) {
   syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, expected, nullptr, nullptr, 0);
@@ -34,7 +35,10 @@ void Barrier::sleep(uint32_t generation) {
 }
 
 Pool& Pool::instance() {
-  static Pool* pool = new Pool();  // never destroyed: workers may outlive static destructors
+  static Pool* pool = [] {  // never destroyed: workers may outlive static destructors
+    pthread_atfork(nullptr, nullptr, [] { Pool::instance().forget_workers(); });
+    return new Pool();
+  }();
   return *pool;
 }
 
@@ -42,8 +46,8 @@ void Pool::stop() {
   quit_ = true;
   epoch_.fetch_add(1, std::memory_order_seq_cst);
   futex_wake_all(&epoch_);
-  for (auto& worker : workers_) worker.join();
-  workers_.clear();
+  for (auto& worker : *workers_) worker.join();
+  workers_->clear();
   quit_ = false;
 }
 
@@ -58,14 +62,26 @@ void Pool::set_threads(int threads, const int* cpus, int num_cpus) {
   std::lock_guard<std::mutex> lock(mutex_);
   stop();
   threads_ = threads;
+  cpus_.assign(cpus, cpus + num_cpus);
+  start();
+}
+
+void Pool::start() {
   const uint32_t seen = epoch_.load();
-  for (int i = 1; i < threads; i++) {
-    const int cpu = i < num_cpus ? cpus[i] : -1;
-    workers_.emplace_back([this, i, seen, cpu] {
+  for (int i = 1; i < threads_; i++) {
+    const int cpu = i < (int)cpus_.size() ? cpus_[i] : -1;
+    workers_->emplace_back([this, i, seen, cpu] {
       if (cpu >= 0) pin_current_thread(cpu);
       worker(i, seen);
     });
   }
+}
+
+void Pool::forget_workers() {
+  new (&mutex_) std::mutex();
+  workers_ = new std::vector<std::thread>();  // the parent's handles can be neither joined nor destroyed here
+  sleepers_.store(0);
+  running_.store(0);
 }
 
 void Pool::worker(int index, uint32_t seen) {
@@ -95,10 +111,11 @@ void Pool::run(Job job, void* context, int threads) {
     job(context, 0, 1);
     return;
   }
+  if (workers_->empty()) start();
   job_ = job;
   context_ = context;
   active_ = threads;
-  running_.store(static_cast<int>(workers_.size()), std::memory_order_relaxed);
+  running_.store(static_cast<int>(workers_->size()), std::memory_order_relaxed);
   epoch_.fetch_add(1, std::memory_order_seq_cst);
   if (sleepers_.load(std::memory_order_seq_cst) > 0) futex_wake_all(&epoch_);
   job(context, 0, threads);

@@ -33,14 +33,17 @@ class Pool {
   void set_threads(int threads, const int* cpus, int num_cpus);  // cpus: worker i runs on cpus[i]; none: not pinned
   int threads() const { return threads_; }
   void run(Job job, void* context, int threads);  // the caller is thread 0; concurrent callers take turns
+  void forget_workers();  // in a forked child, where they do not exist: they are started again when needed
   Barrier barrier;
 
  private:
   Pool() = default;
   void stop();
+  void start();
   void worker(int index, uint32_t seen);
   std::mutex mutex_;
-  std::vector<std::thread> workers_;
+  std::vector<std::thread>* workers_ = new std::vector<std::thread>();
+  std::vector<int> cpus_;
   int threads_ = 1;
   Job job_ = nullptr;
   void* context_ = nullptr;

@@ -40,6 +40,10 @@ static inline void vstore_bf16(bf16* p, VF x) {
   const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xd8);
   _mm256_storeu_si256((__m256i*)p, packed);
 }
+static inline void vstore_bf16x2(bf16* p, VF a, VF b) {
+  vstore_bf16(p, a);
+  vstore_bf16(p + 16, b);
+}
 static inline VF vround_bf16(VF x) {
   const __m256i mask = _mm256_set1_epi32((int)0xffff0000);
   return {_mm256_castsi256_ps(_mm256_and_si256(round_bits(x.a), mask)),
