@@ -126,6 +126,7 @@ class FinishedRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
         stop_reason: The stop token that ended it; None for EOS.
         error: Why, when the reason is ERROR.
         error_type: The class in `engine_actors.errors` the front end raises, e.g. "QueueFullError".
+        num_preemptions: Times the request lost its blocks and was recomputed.
     """
 
     request_id: str
@@ -133,6 +134,7 @@ class FinishedRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     stop_reason: int | str | None = None
     error: str | None = None
     error_type: str | None = None
+    num_preemptions: int = 0
 
 
 class RequestEvents(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, frozen=True):
