@@ -1,0 +1,41 @@
+"""Gemma 3 (text): sandwich norms stored as offsets from 1, scaled embeddings, local and global layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from executors.layers.rotary import RopeSpec
+from executors.models.llama import layers_by_type
+from executors.models.spec import DecoderSpec, activation_name
+
+
+def describe_gemma3(config: Any) -> DecoderSpec:
+    """From a Gemma3TextConfig. With `use_bidirectional_attention` it is a prefix LM."""
+    layers = layers_by_type(config, rope_by_type=True)
+    bias = bool(config.attention_bias)
+    return DecoderSpec(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_size=config.head_dim,
+        rms_norm_eps=config.rms_norm_eps,
+        layers=layers,
+        ropes={
+            name: RopeSpec.from_config(config.rope_parameters[name], config.head_dim, config.max_position_embeddings)
+            for name in sorted({layer.rope for layer in layers})
+        },
+        tie_word_embeddings=bool(config.tie_word_embeddings),
+        attention_scale=config.query_pre_attn_scalar**-0.5,
+        activation=activation_name(config.hidden_activation),
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm=True,
+        norm_unit_offset=True,
+        sandwich_norms=True,
+        embedding_scale=config.hidden_size**0.5,
+        attention_soft_cap=config.attn_logit_softcapping,
+        final_soft_cap=config.final_logit_softcapping,
+        non_causal=bool(config.use_bidirectional_attention),
+    )
