@@ -1,4 +1,4 @@
-"""From a ModelConfig to facts: reads the model's config.json and settles dtype, length and sizes, or says what is wrong.
+"""From a ModelConfig to facts: reads the model's config files, settles dtype, length and sizes, or says what is wrong.
 
 Called by the front end (lengths, vocabulary, EOS), by EngineCore (legal parallel layouts) and by each worker.
 """

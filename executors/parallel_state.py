@@ -1,4 +1,4 @@
-"""One rank's place in the tensor × pipeline grid, and the collectives over it. Made by Worker, read by layers and runner.
+"""One rank's place in the tensor × pipeline grid, and the collectives over it. Made by Worker, used by the layers.
 
 Global rank = pp_rank × tp_size + tp_rank. With one rank nothing of torch.distributed is touched.
 """

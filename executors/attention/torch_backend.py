@@ -6,6 +6,7 @@ at a time in blocks of query rows, so memory and work follow the tokens really r
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -22,23 +23,67 @@ MAX_LENGTH_SLACK = 32
 MAX_GATHERED_TOKENS = 1 << 18
 
 
+@dataclass(frozen=True, slots=True)
+class _CacheLayout:
+    """A layer's cache seen as rows of `width` elements, whatever the distance between its pages.
+
+    Pages may be further apart than they are long (layers with larger pages share the memory), so `width` is the
+    greatest that divides both that distance and a token's keys; mostly it is a token's keys.
+
+    Attributes:
+        rows_per_block: From one block's first row to the next block's.
+        rows_per_token: Of a token's keys; its values take as many, `block_size * rows_per_token` rows further.
+    """
+
+    width: int
+    block_size: int
+    rows_per_block: int
+    rows_per_token: int
+
+    @classmethod
+    def of(cls, kv_cache: torch.Tensor) -> _CacheLayout:
+        _, _, block_size, num_kv_heads, head_size = kv_cache.shape
+        token_size = num_kv_heads * head_size
+        width = math.gcd(kv_cache.stride(0), token_size)
+        return cls(width, block_size, kv_cache.stride(0) // width, token_size // width)
+
+    def view(self, kv_cache: torch.Tensor) -> torch.Tensor:
+        """[rows, width], sharing memory."""
+        rows = (kv_cache.shape[0] - 1) * self.rows_per_block + 2 * self.block_size * self.rows_per_token
+        return kv_cache.as_strided((rows, self.width), (self.width, 1))
+
+    def rows(self, slots: torch.Tensor) -> _Rows:
+        first = slots // self.block_size * self.rows_per_block + slots % self.block_size * self.rows_per_token
+        if self.rows_per_token > 1:
+            first = (first.unsqueeze(-1) + torch.arange(self.rows_per_token, device=slots.device)).flatten()
+        return _Rows(first, first + self.block_size * self.rows_per_token)
+
+
+@dataclass(slots=True)
+class _Rows:
+    """Indices of the rows that hold some tokens' keys and values."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
 @dataclass(slots=True)
 class _QueryBlock:
-    """Query rows start:stop of the flattened batch, which read `first_key:` … of their request's gathered keys."""
+    """Query rows start:stop of the flattened batch, which read keys first_key:end_key of those gathered."""
 
     start: int
     stop: int
     first_key: int
     end_key: int
-    # True where a key may be read, [stop - start, end_key - first_key]; None when all may.
-    mask: torch.Tensor | None
+    # True where a key may be read, [stop - start, end_key - first_key].
+    mask: torch.Tensor
 
 
 @dataclass(slots=True)
 class _LongQuery:
-    """One request with several new tokens. `key_rows` are cache rows of its tokens, values are `block_size` rows on."""
+    """One request with several new tokens, and the cache rows of all tokens they read."""
 
-    key_rows: torch.Tensor
+    rows: _Rows
     blocks: list[_QueryBlock]
 
 
@@ -47,7 +92,7 @@ class _DecodeBatch:
     """Requests with one new token each. Shorter ones repeat their last token as padding, masked out."""
 
     token_index: torch.Tensor
-    key_rows: torch.Tensor
+    rows: _Rows
     length: int
     # True where a key may be read, [requests, 1, 1, length]; None when all have the same length.
     mask: torch.Tensor | None
@@ -55,7 +100,9 @@ class _DecodeBatch:
 
 @dataclass(slots=True)
 class _Plan:
-    write_rows: torch.Tensor
+    """All that follows from the batch and not from the layer's numbers."""
+
+    write: _Rows
     long_queries: list[_LongQuery]
     decodes: list[_DecodeBatch]
 
@@ -78,34 +125,29 @@ class TorchAttentionBackend(AttentionBackend):
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        plan_key = ("torch", params.sliding_window, params.non_causal)
+        layout = _CacheLayout.of(kv_cache)
+        plan_key = (layout, params.sliding_window, params.non_causal)
         plan = metadata.plans.get(plan_key)
         if plan is None:
-            plan = metadata.plans[plan_key] = _make_plan(params, metadata)
-        # The cache as rows of one token's keys, or values, of all heads.
-        rows = kv_cache.view(-1, params.num_kv_heads * params.head_size)
-        rows.index_copy_(0, plan.write_rows, key.reshape(-1, rows.shape[1]).to(rows.dtype))
-        rows.index_copy_(0, plan.write_rows + metadata.block_size, value.reshape(-1, rows.shape[1]).to(rows.dtype))
+            plan = metadata.plans[plan_key] = _make_plan(params, layout, metadata)
+        cache = layout.view(kv_cache)
+        cache.index_copy_(0, plan.write.keys, key.reshape(-1, layout.width).to(cache.dtype))
+        cache.index_copy_(0, plan.write.values, value.reshape(-1, layout.width).to(cache.dtype))
 
         grouped = query.unflatten(1, (params.num_kv_heads, params.num_heads // params.num_kv_heads))
         out = torch.empty_like(grouped, memory_format=torch.contiguous_format)
         for long_query in plan.long_queries:
-            _attend_long(params, grouped, out, rows, long_query, metadata.block_size)
+            _attend_long(params, grouped, out, cache, long_query)
         for batch in plan.decodes:
-            _attend_decodes(params, grouped, out, rows, batch, metadata.block_size)
+            _attend_decodes(params, grouped, out, cache, batch)
         return out.flatten(1, 2)
 
 
 def _attend_long(
-    params: AttentionParams,
-    query: torch.Tensor,
-    out: torch.Tensor,
-    rows: torch.Tensor,
-    long_query: _LongQuery,
-    block_size: int,
+    params: AttentionParams, query: torch.Tensor, out: torch.Tensor, cache: torch.Tensor, long_query: _LongQuery
 ) -> None:
-    keys = _gather(params, rows, long_query.key_rows, query.dtype).transpose(0, 1)
-    values = _gather(params, rows, long_query.key_rows + block_size, query.dtype).transpose(0, 1)
+    keys = _gather(params, cache, long_query.rows.keys, query.dtype).transpose(0, 1)
+    values = _gather(params, cache, long_query.rows.values, query.dtype).transpose(0, 1)
     group = query.shape[2]
     for block in long_query.blocks:
         # Batch dimension: KV heads; head dimension: the query heads that read one of them.
@@ -116,23 +158,18 @@ def _attend_long(
 
 
 def _attend_decodes(
-    params: AttentionParams,
-    query: torch.Tensor,
-    out: torch.Tensor,
-    rows: torch.Tensor,
-    batch: _DecodeBatch,
-    block_size: int,
+    params: AttentionParams, query: torch.Tensor, out: torch.Tensor, cache: torch.Tensor, batch: _DecodeBatch
 ) -> None:
-    shape = (batch.token_index.shape[0], batch.length, params.num_kv_heads, params.head_size)
-    k = _gather(params, rows, batch.key_rows, query.dtype).view(shape).transpose(1, 2)
-    v = _gather(params, rows, batch.key_rows + block_size, query.dtype).view(shape).transpose(1, 2)
+    shape = (-1, batch.length, params.num_kv_heads, params.head_size)
+    k = _gather(params, cache, batch.rows.keys, query.dtype).view(shape).transpose(1, 2)
+    v = _gather(params, cache, batch.rows.values, query.dtype).view(shape).transpose(1, 2)
     # The query heads of one KV head take the place of query positions: they read the same keys.
     out[batch.token_index] = _attend(params, query[batch.token_index], k, v, batch.mask)
 
 
-def _gather(params: AttentionParams, rows: torch.Tensor, index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _gather(params: AttentionParams, cache: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Cache rows → [tokens, num_kv_heads, head_size]."""
-    return rows.index_select(0, index).view(-1, params.num_kv_heads, params.head_size).to(dtype)
+    return cache.index_select(0, rows).view(-1, params.num_kv_heads, params.head_size).to(dtype)
 
 
 def _attend(
@@ -147,7 +184,7 @@ def _attend(
     return torch.matmul(torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype), v)
 
 
-def _make_plan(params: AttentionParams, metadata: AttentionMetadata) -> _Plan:
+def _make_plan(params: AttentionParams, layout: _CacheLayout, metadata: AttentionMetadata) -> _Plan:
     starts = metadata.query_start_loc.tolist()
     seq_lens = metadata.seq_lens.tolist()
     prompt_lens = seq_lens if metadata.prompt_lens is None else metadata.prompt_lens.tolist()
@@ -158,15 +195,18 @@ def _make_plan(params: AttentionParams, metadata: AttentionMetadata) -> _Plan:
         if stop - start == 1:
             singles.append((_window_start(params, seq_len - 1), request))
         elif stop > start:
-            long_queries.append(_plan_long(params, metadata, request, start, stop, seq_len, prompt_lens[request]))
+            long_queries.append(
+                _plan_long(params, layout, metadata, request, start, stop, seq_len, prompt_lens[request])
+            )
     # Requests of similar length next to each other.
     singles.sort(key=lambda item: seq_lens[item[1]] - item[0])
-    decodes = [_plan_decodes(metadata, bucket, starts, seq_lens) for bucket in _bucket(singles, seq_lens)]
-    return _Plan(_cache_rows(metadata.slot_mapping, metadata.block_size), long_queries, decodes)
+    decodes = [_plan_decodes(layout, metadata, bucket, starts, seq_lens) for bucket in _bucket(singles, seq_lens)]
+    return _Plan(layout.rows(metadata.slot_mapping), long_queries, decodes)
 
 
 def _plan_long(
     params: AttentionParams,
+    layout: _CacheLayout,
     metadata: AttentionMetadata,
     request: int,
     start: int,
@@ -183,7 +223,7 @@ def _plan_long(
     ]  # fmt: skip
     tokens = torch.arange(first, seq_len, device=metadata.block_table.device)
     slots = _slots(metadata, metadata.block_table[request], tokens)
-    return _LongQuery(_cache_rows(slots, metadata.block_size), blocks)
+    return _LongQuery(layout.rows(slots), blocks)
 
 
 def _plan_block(
@@ -227,7 +267,11 @@ def _bucket(singles: list[tuple[int, int]], seq_lens: list[int]) -> list[list[tu
 
 
 def _plan_decodes(
-    metadata: AttentionMetadata, bucket: list[tuple[int, int]], starts: list[int], seq_lens: list[int]
+    layout: _CacheLayout,
+    metadata: AttentionMetadata,
+    bucket: list[tuple[int, int]],
+    starts: list[int],
+    seq_lens: list[int],
 ) -> _DecodeBatch:
     device = metadata.block_table.device
     requests = torch.tensor([request for _, request in bucket], device=device)
@@ -239,7 +283,7 @@ def _plan_decodes(
     mask = None if min(lengths) == length else (tokens <= last)[:, None, None, :]
     slots = _slots(metadata, metadata.block_table[requests], torch.minimum(tokens, last))
     token_index = torch.tensor([starts[request] for _, request in bucket], device=device)
-    return _DecodeBatch(token_index, _cache_rows(slots.flatten(), metadata.block_size), length, mask)
+    return _DecodeBatch(token_index, layout.rows(slots.flatten()), length, mask)
 
 
 def _window_start(params: AttentionParams, position: int) -> int:
@@ -251,8 +295,3 @@ def _slots(metadata: AttentionMetadata, block_table: torch.Tensor, tokens: torch
     """Slots of `tokens` [..., n], by the block tables [..., max_blocks] of their requests."""
     blocks = block_table.long().gather(-1, tokens // metadata.block_size)
     return blocks * metadata.block_size + tokens % metadata.block_size
-
-
-def _cache_rows(slots: torch.Tensor, block_size: int) -> torch.Tensor:
-    """Row of a slot's keys in the flattened cache; its values are `block_size` rows further."""
-    return slots + slots // block_size * block_size

@@ -1,4 +1,4 @@
-"""Llama, Mistral, Qwen2 and Qwen3 against transformers in float32, through chunked prefill and decode in mixed batches."""
+"""Llama, Mistral, Qwen2 and Qwen3 against transformers in float32: chunked prefill and decode in mixed batches."""
 
 from __future__ import annotations
 
