@@ -14,7 +14,7 @@ from executors.layers.linear_method import LinearMethod, TorchLinearMethod
 from executors.layers.ops import LayerOps, TorchOps
 from executors.models.base import CausalLM
 from executors.models.decoder import DecoderLM
-from executors.models.gemma import describe_gemma3
+from executors.models.gemma import describe_gemma2, describe_gemma3
 from executors.models.llama import describe_llama, describe_mistral, describe_qwen2, describe_qwen3
 from executors.models.spec import DecoderSpec
 from executors.parallel_state import ParallelState
@@ -27,6 +27,7 @@ _FAMILIES: dict[str, Callable[[Any], DecoderSpec]] = {
     "MistralForCausalLM": describe_mistral,
     "Qwen2ForCausalLM": describe_qwen2,
     "Qwen3ForCausalLM": describe_qwen3,
+    "Gemma2ForCausalLM": describe_gemma2,
     "Gemma3ForCausalLM": describe_gemma3,
 }
 
