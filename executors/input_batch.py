@@ -95,9 +95,7 @@ class InputBatch:
         sampling: Sampling parameters of the rows.
     """
 
-    def __init__(
-        self, max_num_seqs: int, max_model_len: int, block_sizes: Sequence[int], device: torch.device
-    ) -> None:
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_sizes: Sequence[int], device: torch.device) -> None:
         """
         Args:
             block_sizes: Tokens per block of each KV group.

@@ -45,7 +45,6 @@ class ModelRunner:
         scheduler_config: SchedulerConfig,
         *,
         hidden_size: int,
-        vocab_size: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -53,7 +52,6 @@ class ModelRunner:
         self._parallel = parallel
         self._config = scheduler_config
         self._hidden_size = hidden_size
-        self._vocab_size = vocab_size
         self._dtype = dtype
         self._device = device
         self._batch: InputBatch | None = None
@@ -154,30 +152,30 @@ class ModelRunner:
         counts[: num_tokens % num_reqs] += 1
         query_start_loc = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         positions = np.arange(num_tokens) - np.repeat(query_start_loc[:-1], counts)
-        to_device = self._device
-        lens = torch.from_numpy(counts).to(to_device)
+        device = self._device
+        lens = torch.from_numpy(counts).to(device)
         metadata = [
             AttentionMetadata(
                 num_reqs=num_reqs,
                 num_tokens=num_tokens,
                 max_query_len=int(counts.max()),
                 max_seq_len=int(counts.max()),
-                query_start_loc=torch.from_numpy(query_start_loc).to(to_device),
+                query_start_loc=torch.from_numpy(query_start_loc).to(device),
                 seq_lens=lens,
                 block_table=torch.zeros(
-                    num_reqs, -(-int(counts.max()) // table.block_size), dtype=torch.int32, device=to_device
+                    num_reqs, -(-int(counts.max()) // table.block_size), dtype=torch.int32, device=device
                 ),
-                slot_mapping=torch.from_numpy(positions % table.block_size).to(to_device),
+                slot_mapping=torch.from_numpy(positions % table.block_size).to(device),
                 block_size=table.block_size,
                 prompt_lens=lens,
             )
             for table in batch.block_tables
         ]
         inputs = StepInputs(
-            input_ids=torch.zeros(num_tokens, dtype=torch.int64, device=to_device),
-            positions=torch.from_numpy(positions).to(to_device),
+            input_ids=torch.zeros(num_tokens, dtype=torch.int64, device=device),
+            positions=torch.from_numpy(positions).to(device),
             metadata=metadata,
-            sample_indices=torch.from_numpy(query_start_loc[1:].astype(np.int64) - 1).to(to_device),
+            sample_indices=torch.from_numpy(query_start_loc[1:].astype(np.int64) - 1).to(device),
         )
         hidden_states = self._forward(inputs)
         if self._parallel.is_last_stage:

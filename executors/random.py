@@ -1,7 +1,7 @@
-"""Counter-based random numbers of the sampler: the noise of token t at position p of a request with seed s is f(s, p, t).
+"""Counter-based random numbers of the sampler: the noise of token t at position p of a request is f(seed, p, t).
 
 There is no generator state, so neither batch composition nor preemption nor the parallel layout can change a draw.
-Called by `executors.sampler`. The definition is exact, for other implementations (C++, Triton) to reproduce bit for bit;
+Called by `executors.sampler`. The definition is exact, so that C++ or Triton can reproduce it bit for bit;
 all integer arithmetic is modulo 2**64, and `>>` shifts zeros in:
 
     mix(z)      : z ^= z >> 30; z *= 0xBF58476D1CE4E5B9; z ^= z >> 27; z *= 0x94D049BB133111EB; z ^= z >> 31

@@ -1,4 +1,4 @@
-"""Logits → tokens. A pure function: a row's token depends on its logits, parameters, seed and position, on nothing else.
+"""Logits → tokens. A pure function: a row's token depends on its logits, parameters, seed and position, nothing else.
 
 Temperature, top-k, top-p and min-p mean what transformers' logits processors of these names do, applied in this order.
 A token is drawn as the largest of `logit / temperature + gumbel(seed, position, token)` over the tokens they keep.
@@ -120,9 +120,7 @@ def _draw_truncated(logits: torch.Tensor, columns: SamplingColumns) -> torch.Ten
     return tokens
 
 
-def _draw_from_prefix(
-    logits: torch.Tensor, columns: SamplingColumns, length: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _draw_from_prefix(logits: torch.Tensor, columns: SamplingColumns, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw among the `length` most likely tokens of each row.
 
     Returns:

@@ -39,15 +39,15 @@ def transformers_distribution(logits: torch.Tensor, params: SamplingParams) -> t
 
 
 MIXES = [
-    dict(temperature=1.0),
-    dict(temperature=0.6),
-    dict(temperature=1.7, top_k=5),
-    dict(top_p=0.8),
-    dict(min_p=0.1),
-    dict(temperature=0.8, top_k=20, top_p=0.9),
-    dict(temperature=1.3, top_k=12, min_p=0.05),
-    dict(temperature=1.5, top_k=30, top_p=0.85, min_p=0.02),
-    dict(temperature=1.2, top_p=0.95, min_p=0.03),
+    {"temperature": 1.0},
+    {"temperature": 0.6},
+    {"temperature": 1.7, "top_k": 5},
+    {"top_p": 0.8},
+    {"min_p": 0.1},
+    {"temperature": 0.8, "top_k": 20, "top_p": 0.9},
+    {"temperature": 1.3, "top_k": 12, "min_p": 0.05},
+    {"temperature": 1.5, "top_k": 30, "top_p": 0.85, "min_p": 0.02},
+    {"temperature": 1.2, "top_p": 0.95, "min_p": 0.03},
 ]
 
 
@@ -97,7 +97,9 @@ def test_ties_at_the_end_of_the_prefix_reach_beyond_it() -> None:
     assert len(set(tokens)) > 200
 
 
-@pytest.mark.parametrize("width", [PREFIX_LENGTHS[0] - 1, PREFIX_LENGTHS[0], PREFIX_LENGTHS[0] + 1, PREFIX_LENGTHS[1] + 1])
+@pytest.mark.parametrize(
+    "width", [PREFIX_LENGTHS[0] - 1, PREFIX_LENGTHS[0], PREFIX_LENGTHS[0] + 1, PREFIX_LENGTHS[1] + 1]
+)
 def test_kept_sets_wider_than_a_prefix_are_drawn_from_completely(width: int) -> None:
     logits = torch.full((400, 3000), -50.0)
     logits[:, 100 : 100 + width] = torch.linspace(0, 0.01, width)
@@ -115,7 +117,7 @@ def test_a_mask_that_leaves_fewer_tokens_than_top_k_never_yields_a_masked_one() 
 
 
 def mixed_params(seed: int) -> list[SamplingParams]:
-    return [SamplingParams(seed=seed + i, **mix) for i, mix in enumerate([*MIXES, dict(temperature=0.0)] * 2)]
+    return [SamplingParams(seed=seed + i, **mix) for i, mix in enumerate([*MIXES, {"temperature": 0.0}] * 2)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -167,5 +169,5 @@ def test_grammar_bitmask_masks_exactly_its_zero_bits() -> None:
     for row, token in itertools.chain.from_iterable([(r, t) for t in ts] for r, ts in enumerate(allowed)):
         expected[row, token] = 0.0
     assert torch.equal(logits, expected)
-    with pytest.raises(ValueError, match="8 bytes.*need 16"):
+    with pytest.raises(ValueError, match=r"8 bytes.*need 16"):
         apply_grammar_bitmask(logits, words[:1].tobytes())
