@@ -136,6 +136,12 @@ class ParallelState:
         dist.recv(tensor, src=self.rank - self.tp_size)
         return tensor
 
+    def drain(self) -> None:
+        """Wait until every tensor sent has left."""
+        while self._sends:
+            work, _ = self._sends.popleft()
+            work.wait()
+
     def destroy(self) -> None:
         """Leave the grid. Idempotent; sends under way are dropped."""
         self._sends.clear()

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from executors.layers.context import LayerContext
-from executors.layers.partition import shard_evenly
+from executors.layers.partition import shard_in_order
 from executors.layers.weights import WeightTarget, make_parameter
 
 
@@ -22,7 +22,7 @@ class VocabParallelEmbedding(nn.Module):
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
         self._parallel = context.parallel
-        self.shard = shard_evenly(vocab_size, context.parallel.tp_rank, context.parallel.tp_size)
+        self.shard = shard_in_order(vocab_size, context.parallel.tp_rank, context.parallel.tp_size)
         self.weight = make_parameter(
             (self.shard.size, hidden_size), context.dtype, context.device, padded=self.shard.padded
         )
@@ -64,7 +64,7 @@ class ParallelLMHead(nn.Module):
         self.in_features = hidden_size
         self._parallel = context.parallel
         self._method = context.linear_method
-        self.shard = shard_evenly(vocab_size, context.parallel.tp_rank, context.parallel.tp_size)
+        self.shard = shard_in_order(vocab_size, context.parallel.tp_rank, context.parallel.tp_size)
         self.out_features = self.shard.size
         self.shares_weight = tied_to is not None
         self.weight = (

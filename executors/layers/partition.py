@@ -34,11 +34,18 @@ class HeadShard:
     key_value: Shard
 
 
-def shard_evenly(full: int, rank: int, num_ranks: int) -> Shard:
-    """ceil(full / num_ranks) rows each; the last ranks may have fewer real ones."""
+def shard_in_order(full: int, rank: int, num_ranks: int) -> Shard:
+    """ceil(full / num_ranks) rows each, so that in the concatenation of all ranks the padding comes last."""
     size = -(-full // num_ranks)
     start = min(rank * size, full)
     return Shard(start, min(start + size, full), size)
+
+
+def shard_balanced(full: int, rank: int, num_ranks: int) -> Shard:
+    """Real rows differ by at most one between ranks: none is left without as long as there are num_ranks of them."""
+    base, remainder = divmod(full, num_ranks)
+    start = rank * base + min(rank, remainder)
+    return Shard(start, start + base + (rank < remainder), base + (remainder > 0))
 
 
 def shard_heads(num_heads: int, num_kv_heads: int, rank: int, num_ranks: int) -> HeadShard:
@@ -53,11 +60,11 @@ def shard_heads(num_heads: int, num_kv_heads: int, rank: int, num_ranks: int) ->
         )
     group = num_heads // num_kv_heads
     if num_ranks <= num_kv_heads:
-        kv = shard_evenly(num_kv_heads, rank, num_ranks)
+        kv = shard_balanced(num_kv_heads, rank, num_ranks)
         return HeadShard(Shard(kv.start * group, kv.stop * group, kv.size * group), kv)
     replicas = num_ranks // num_kv_heads
     kv_head, replica = divmod(rank, replicas)
-    part = shard_evenly(group, replica, replicas)
+    part = shard_balanced(group, replica, replicas)
     first = kv_head * group
     return HeadShard(Shard(first + part.start, first + part.stop, part.size), Shard(kv_head, kv_head + 1, 1))
 
@@ -67,7 +74,7 @@ def legal_tensor_parallel_sizes(num_heads: int, num_kv_heads: int, intermediate_
     return [
         size
         for size in range(1, num_heads + 1)
-        if _heads_divide(num_heads, num_kv_heads, size) and _each_has_one(intermediate_size, size)
+        if _heads_divide(num_heads, num_kv_heads, size) and size <= intermediate_size
     ]
 
 
@@ -90,12 +97,4 @@ def layers_of_stage(num_layers: int, stage: int, num_stages: int) -> range:
 
 
 def _heads_divide(num_heads: int, num_kv_heads: int, num_ranks: int) -> bool:
-    if num_ranks <= num_kv_heads:
-        return _each_has_one(num_kv_heads, num_ranks)
-    group = num_heads // num_kv_heads
-    return num_ranks % num_kv_heads == 0 and _each_has_one(group, num_ranks // num_kv_heads)
-
-
-def _each_has_one(full: int, num_ranks: int) -> bool:
-    size = -(-full // num_ranks)
-    return (num_ranks - 1) * size < full
+    return num_ranks <= num_kv_heads or (num_ranks % num_kv_heads == 0 and num_ranks <= num_heads)

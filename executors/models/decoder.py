@@ -13,7 +13,7 @@ from executors.layers.context import LayerContext
 from executors.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from executors.layers.linear import ColumnParallelLinear, OutputPart, RowParallelLinear
 from executors.layers.norm import RMSNorm
-from executors.layers.partition import layers_of_stage, shard_evenly, shard_heads
+from executors.layers.partition import layers_of_stage, shard_balanced, shard_heads
 from executors.layers.rotary import RotaryTable
 from executors.models.base import CausalLM
 from executors.models.spec import DecoderSpec, LayerSpec
@@ -88,7 +88,7 @@ class GatedMLP(nn.Module):
 
     def __init__(self, context: LayerContext, spec: DecoderSpec, name: str) -> None:
         super().__init__()
-        shard = shard_evenly(spec.intermediate_size, context.parallel.tp_rank, context.parallel.tp_size)
+        shard = shard_balanced(spec.intermediate_size, context.parallel.tp_rank, context.parallel.tp_size)
         self.gate_up_proj = ColumnParallelLinear(
             context,
             spec.hidden_size,
