@@ -108,7 +108,7 @@ def test_a_worker_that_raises_fails_this_and_every_later_call_once(executor: Uni
     gap = SchedulerOutput(step=5, rows=pack_int32([0]))
     pending = [executor.execute_model(gap), driver.dispatch([driver.add([5])])]
     for future in pending:
-        with pytest.raises(ExecutorFailedError, match="rank 0.*step 5 came after step 0") as error:
+        with pytest.raises(ExecutorFailedError, match=r"rank 0.*step 5 came after step 0") as error:
             future.result(60)
         assert isinstance(error.value.__cause__, InvalidStepError)
     assert called.wait(10)
@@ -155,7 +155,7 @@ def test_rpc_errors_reach_the_caller_and_the_executor_goes_on(executor: UniProcE
 
 def test_a_worker_that_cannot_start_raises_with_the_cause(tmp_path: Path) -> None:
     threads = threading.active_count()
-    with pytest.raises(ExecutorFailedError, match="could not start: ModelConfigError: .*does not exist"):
+    with pytest.raises(ExecutorFailedError, match=r"could not start: ModelConfigError: .*does not exist"):
         make_executor(tmp_path / "missing")
     for thread in threading.enumerate():
         if thread.name.startswith("executor-"):
