@@ -87,3 +87,19 @@ register_backend(
     device_types=("cpu", "cuda", "mps", "xpu"),
     priority=0,
 )
+
+
+def _triton_unusable(device: torch.device) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    major, minor = torch.cuda.get_device_capability(device)
+    return None if major >= 7 else f"it needs compute capability 7.0, the device has {major}.{minor}"
+
+
+register_backend(
+    "triton",
+    "executors.attention.triton_backend:TritonAttentionBackend",
+    device_types=("cuda",),
+    priority=10,
+    unusable=_triton_unusable,
+)
