@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -38,7 +39,7 @@ from scheduler.output import ModelRunnerOutput
 logger = logging.getLogger(__name__)
 
 YIELD_S = 0.001
-"""Pause when work remains but no step can run."""
+"""Pause when work remains, but no step can run and none is in flight."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +71,11 @@ class EngineCoreActor:
     """The actor. Call `start`, then `outputs` for each client; everything else goes through `send`."""
 
     def __init__(self, config: EngineConfig) -> None:
+        # Blocking calls of Ray happen in threads here, not on the event loop.
+        os.environ["RAY_WARN_BLOCKING_GET_INSIDE_ASYNC"] = "0"
         self._config = config
         self._queue: deque[InputMessage] = deque()
-        self._has_input = asyncio.Event()
+        self._changed = asyncio.Event()
         self._inboxes: dict[int, Inbox] = {}
         self._outboxes: dict[int, Outbox] = {}
         self._requests: dict[int, set[str]] = {}
@@ -153,58 +156,59 @@ class EngineCoreActor:
     async def _busy_loop(self) -> None:
         core = self._core
         while True:
+            self._changed.clear()
+            # First of all: aborts count before the tokens of a step that has ended meanwhile.
             self._drain_input()
             if self._state == "stopping" and not core.has_requests():
                 self._publish(core.take_outputs())
                 raise _StopNow
-            if self._in_flight or (self._utility is None and core.has_requests()):
-                await self._step()
+            if self._begin_step() or self._finish_step():
                 continue
             self._publish(core.take_outputs())
-            self._progress_s = time.monotonic()
-            await self._has_input.wait()
+            if not self._in_flight:
+                self._progress_s = time.monotonic()
+                if self._utility is None and core.has_requests():
+                    await asyncio.sleep(YIELD_S)
+                    continue
+            await self._changed.wait()
 
-    async def _step(self) -> None:
+    def _begin_step(self) -> bool:
+        """Dispatch a step if another may be in flight and there is something to run."""
         core = self._core
-        while len(self._in_flight) < core.max_concurrent_batches and self._utility is None:
-            pending = core.begin_step()
-            if pending is None:
-                break
-            result = asyncio.ensure_future(_result_of(pending.future))
-            result.add_done_callback(_note_exception)
-            self._in_flight.append(_InFlight(pending, result, time.monotonic()))
-        if not self._in_flight:
-            self._publish(core.take_outputs())
-            await asyncio.sleep(YIELD_S)
-            return
-        oldest = self._in_flight[0]
-        if len(self._in_flight) < core.max_concurrent_batches and not await self._is_first(oldest.result):
-            return
-        output = await oldest.result
-        # Aborts that came while the workers ran count before their tokens do.
-        self._drain_input()
-        self._in_flight.popleft()
+        if self._utility is not None or len(self._in_flight) >= core.max_concurrent_batches:
+            return False
+        pending = core.begin_step() if core.has_requests() else None
+        if pending is None:
+            return False
+        result = asyncio.ensure_future(_result_of(pending.future))
+        result.add_done_callback(self._on_result)
+        self._in_flight.append(_InFlight(pending, result, time.monotonic()))
+        return True
+
+    def _on_result(self, result: asyncio.Task[Any]) -> None:
+        if not result.cancelled():
+            # Marks it as seen: after a failure nobody asks for the results of the steps behind it.
+            result.exception()
+        self._changed.set()
+
+    def _finish_step(self) -> bool:
+        """Take in the oldest step's result, if it is there."""
+        if not self._in_flight or not self._in_flight[0].result.done():
+            return False
+        step = self._in_flight.popleft()
+        outputs = self._core.finish_step(step.pending, step.result.result())
         self._num_steps += 1
         self._progress_s = time.monotonic()
-        self._publish(core.finish_step(oldest.pending, output))
-
-    async def _is_first(self, result: asyncio.Task[Any]) -> bool:
-        """Whether the step ends before input arrives, which may let another step begin beside it."""
-        has_input = asyncio.ensure_future(self._has_input.wait())
-        try:
-            await asyncio.wait({result, has_input}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            has_input.cancel()
-        return result.done()
+        self._publish(outputs)
+        return True
 
     # Input
 
     def _put(self, message: InputMessage) -> None:
         self._queue.append(message)
-        self._has_input.set()
+        self._changed.set()
 
     def _drain_input(self) -> None:
-        self._has_input.clear()
         while self._queue:
             message = self._queue.popleft()
             match message:
@@ -320,9 +324,3 @@ class _StopNow(Exception):
 
 async def _result_of(future: StepFuture[ModelRunnerOutput | None]) -> ModelRunnerOutput | None:
     return await future
-
-
-def _note_exception(result: asyncio.Task[Any]) -> None:
-    """Mark a failed step's exception as seen: after the first failure nobody awaits the steps behind it."""
-    if not result.cancelled():
-        result.exception()

@@ -30,6 +30,7 @@ class TokenDecoder:
         decode: All ids to text, at once. Ids the tokenizer does not know decode to nothing.
         byte_token_ids: Tokens that stand for one raw byte each and decode to characters only as a whole run
             (SentencePiece byte fallback). Empty for byte-level vocabularies, whose bytes combine freely.
+        skipped_token_ids: Special tokens that decode to nothing; a byte run goes on across them.
     """
 
     def __init__(
@@ -38,23 +39,27 @@ class TokenDecoder:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self.decode: DecodeFn
         self.byte_token_ids: frozenset[int] = frozenset()
+        self.skipped_token_ids: frozenset[int] = frozenset()
         if backend is not None:
             self.decode = lambda ids: backend.decode(ids, skip_special_tokens=skip_special_tokens)
             if "ByteFallback" in repr(backend.decoder):
                 ids = (backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
                 self.byte_token_ids = frozenset(i for i in ids if i is not None)
+            if skip_special_tokens:
+                added = backend.get_added_tokens_decoder()
+                self.skipped_token_ids = frozenset(i for i, token in added.items() if token.special)
             return
+        if skip_special_tokens:
+            self.skipped_token_ids = frozenset(tokenizer.all_special_ids)
         self.decode = lambda ids: tokenizer.decode(
             ids,
             skip_special_tokens=skip_special_tokens,
             spaces_between_special_tokens=spaces_between_special_tokens,
             clean_up_tokenization_spaces=False,
         )
-        convert = getattr(tokenizer, "convert_tokens_to_ids", None)
-        if convert is not None:
-            vocabulary = tokenizer.get_vocab()
-            tokens = (f"<0x{byte:02X}>" for byte in range(256))
-            self.byte_token_ids = frozenset(vocabulary[t] for t in tokens if t in vocabulary)
+        vocabulary = tokenizer.get_vocab()
+        tokens = (f"<0x{byte:02X}>" for byte in range(256))
+        self.byte_token_ids = frozenset(vocabulary[t] for t in tokens if t in vocabulary)
 
 
 class IncrementalDecoder:
@@ -66,13 +71,12 @@ class IncrementalDecoder:
     def __init__(self, decoder: TokenDecoder, prompt_token_ids: Sequence[int]) -> None:
         self._decode = decoder.decode
         self._byte_token_ids = decoder.byte_token_ids
+        self._skipped_token_ids = decoder.skipped_token_ids
         self._window = self._context_of(prompt_token_ids)
         self._num_emitted = len(self._window)
-        text = self._decode(self._window) if self._window else ""
         # A prompt may end inside a character; its broken end is then not yet emitted, and if the output does not
         # complete it, it is the prompt's text, not the output's.
-        self._emitted_text = text.rstrip(BROKEN)
-        self._num_broken_in_prompt = len(text) - len(self._emitted_text)
+        self._emitted_text, self._num_broken_in_prompt = self._split_prompt(self._window)
 
     def _context_of(self, prompt_token_ids: Sequence[int]) -> list[int]:
         """The prompt's last tokens: enough that they decode to something, so that leading spaces come out right."""
@@ -83,12 +87,24 @@ class IncrementalDecoder:
                 return context
             size *= 4
 
+    def _split_prompt(self, context: list[int]) -> tuple[str, int]:
+        """The prompt's text up to its last whole character, and how many broken ones come after it."""
+        text = self._decode(context) if context else ""
+        if text.endswith(BROKEN) and context[-1] in self._byte_token_ids:
+            # One incomplete character breaks all of a byte run, so the text before it shows only without it.
+            for num_broken in range(1, min(4, len(context))):
+                before = self._decode(context[:-num_broken])
+                if not before.endswith(BROKEN):
+                    return before, num_broken
+        whole = text.rstrip(BROKEN)
+        return whole, len(text) - len(whole)
+
     def push(self, token_ids: Sequence[int]) -> str:
         """Append tokens; the text that is now certain. Empty while a character is incomplete."""
         window = self._window
         window.extend(token_ids)
         num_held = len(window) - self._num_emitted
-        if num_held < MAX_HELD_TOKENS and window[-1] in self._byte_token_ids:
+        if num_held < MAX_HELD_TOKENS and self._byte_token_ids and self._ends_in_byte_run():
             return ""
         text = self._decode(window)
         if not text.endswith(BROKEN):
@@ -105,6 +121,12 @@ class IncrementalDecoder:
         self._num_emitted = 0
         self._emitted_text = self._decode(window)[:-1]
         return new
+
+    def _ends_in_byte_run(self) -> bool:
+        for token_id in reversed(self._window):
+            if token_id not in self._skipped_token_ids:
+                return token_id in self._byte_token_ids
+        return False
 
     def flush(self) -> str:
         """The end: the text held back, broken or not."""

@@ -5,6 +5,7 @@ The actor owns its EngineCore, which owns its workers: when one ends, those belo
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from engine_actors.input_processor import PromptType
 from engine_actors.llm import as_conversation_list
 from engine_actors.outputs import RequestOutput
 from engine_actors.ray_places import place_of_this_process, place_of_worker
-from scheduler.sampling_params import SamplingParams
+from scheduler.sampling_params import RequestOutputKind, SamplingParams
 
 MAX_CONCURRENT_CALLS = 10_000
 
@@ -35,6 +36,8 @@ class EngineActor:
     """
 
     def __init__(self, model: str, **kwargs: Any) -> None:
+        # Blocking calls of Ray happen in threads here, not on the event loop.
+        os.environ["RAY_WARN_BLOCKING_GET_INSIDE_ASYNC"] = "0"
         config = EngineConfig.from_kwargs(model, **kwargs)
         self._llm = AsyncLLM.from_config(config)
 
@@ -78,13 +81,9 @@ class EngineActor:
         *,
         priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
-        """The outputs of one request as they come, by `sampling_params.output_kind`. Cancelling aborts it."""
-        outputs = self._llm.generate(prompt, sampling_params, request_id, priority=priority)
-        try:
-            async for output in outputs:
-                yield output
-        finally:
-            await outputs.aclose()
+        """The outputs of one request as they come; each carries what is new since the one before. Cancelling aborts it."""
+        async for output in self._stream(prompt, sampling_params, request_id, priority, True):
+            yield output
 
     @ray.method(num_returns="streaming")
     async def stream_chat(
@@ -96,10 +95,25 @@ class EngineActor:
         priority: int = 0,
         **template_options: Any,
     ) -> AsyncIterator[RequestOutput]:
-        """The answer to one conversation as it comes."""
+        """The answer to one conversation as it comes; as `stream`."""
         text = self._llm.render_chat(messages, **template_options)
+        async for output in self._stream(text, sampling_params, request_id, priority, False):
+            yield output
+
+    async def _stream(
+        self,
+        prompt: PromptType,
+        params: SamplingParams | None,
+        request_id: str | None,
+        priority: int,
+        add_special_tokens: bool,
+    ) -> AsyncIterator[RequestOutput]:
+        if params is None:
+            params = self._llm.get_default_sampling_params()
+        if isinstance(params, SamplingParams):
+            params = params.clone(output_kind=RequestOutputKind.DELTA)
         stream = await self._llm.add_request(
-            text, sampling_params, request_id, priority=priority, add_special_tokens=False
+            prompt, params, request_id, priority=priority, add_special_tokens=add_special_tokens
         )
         try:
             async for output in stream:
