@@ -19,7 +19,7 @@ def test_triton_backend_matches_dense_attention_under_the_interpreter() -> None:
     """TRITON_INTERPRET must be set before triton is imported, hence the process."""
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
@@ -58,8 +58,8 @@ def test_kernel_compiles_for_cuda_without_a_device(num_splits: int) -> None:
 if INTERPRETED:
     import torch
 
-    from executors.attention.base import AttentionParams
     from executors.attention import triton_backend
+    from executors.attention.base import AttentionParams
     from executors.attention.triton_backend import TritonAttentionBackend, _num_splits
     from tests.executors.attention_cases import dense_attention, make_case, run
 
