@@ -15,7 +15,7 @@ def fcfs_rank(request: Request) -> Rank:
 
 def priority_rank(request: Request) -> Rank:
     """Lower priority value first, then by arrival. A request that has run came first within its priority."""
-    return (request.priority, not request.was_preempted, request.arrival_time_s, request.sequence_number)
+    return (request.priority, request.num_preemptions == 0, request.arrival_time_s, request.sequence_number)
 
 
 RANKS: dict[str, Callable[[Request], Rank]] = {"fcfs": fcfs_rank, "priority": priority_rank}

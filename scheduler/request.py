@@ -66,6 +66,7 @@ class Request:
         admitted_step: The step that (last) brought the request into the batch.
         last_step: The latest dispatched step that computes something of it; 0 before any.
         stop_token_ids: Tokens that end it, EOS included unless ignored.
+        num_preemptions: Times it had to give everything back.
         is_long: Its prompt counts as long (SchedulerConfig.long_prefill_token_threshold).
         sequence_number: Of its arrival at this scheduler.
     """
@@ -81,6 +82,7 @@ class Request:
         "max_total_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_preemptions",
         "num_prompt_tokens",
         "num_schedulable_tokens",
         "num_slots",
@@ -95,7 +97,6 @@ class Request:
         "status",
         "stop_token_ids",
         "token_ids",
-        "was_preempted",
     )
 
     def __init__(self, wire: EngineCoreRequest, sequence_number: int, block_size: int, queued_s: float) -> None:
@@ -131,7 +132,7 @@ class Request:
         self.admitted_step = 0
         self.last_step = 0
         self.is_long = False
-        self.was_preempted = False
+        self.num_preemptions = 0
         self.rank: Rank = ()
 
     @property

@@ -9,24 +9,30 @@ from scheduler.output import EngineCoreOutputs, FinishedRequest, FinishReason, R
 from scheduler.request import Request
 
 
+def finished(
+    request: Request, reason: FinishReason, stop_reason: int | None = None, error: str | None = None
+) -> FinishedRequest:
+    """The end of a request as clients are told."""
+    return FinishedRequest(
+        request.request_id, reason, stop_reason, error, num_preemptions=request.num_preemptions
+    )  # fmt: skip
+
+
 def end_of_request(request: Request, max_model_len: int) -> FinishedRequest | None:
     """Whether the last known token ends the request. A stop goes before a length that is reached with it."""
     token = request.token_ids[-1]
     num_output_tokens = request.num_output_tokens
     params = request.sampling_params
     if token in request.stop_token_ids and num_output_tokens >= params.min_tokens:
-        stop_reason = None if token in request.eos_token_ids else token
-        return FinishedRequest(request.request_id, FinishReason.STOP, stop_reason)
+        return finished(request, FinishReason.STOP, None if token in request.eos_token_ids else token)
     if num_output_tokens == params.max_tokens or len(request.token_ids) == max_model_len:
-        return FinishedRequest(request.request_id, FinishReason.LENGTH)
+        return finished(request, FinishReason.LENGTH)
     if len(request.token_ids) == request.max_total_tokens:
-        return FinishedRequest(
-            request.request_id,
-            FinishReason.ERROR,
-            error_type="RequestRefusedError",
-            error=f"the KV cache holds {len(request.token_ids) - 1} tokens of one sequence, so it ends after "
-            f"{num_output_tokens} generated tokens; max_tokens is {params.max_tokens}",
+        error = (
+            f"the KV cache holds {len(request.token_ids) - 1} tokens of one sequence, so it ends after "
+            f"{num_output_tokens} generated tokens; max_tokens is {params.max_tokens}"
         )
+        return finished(request, FinishReason.ERROR, error=error)
     return None
 
 
@@ -57,13 +63,9 @@ def collect_outputs(
                 output = outputs[request.client_index] = EngineCoreOutputs([], [], timestamp_s=now_s)
             output.request_ids.append(request.request_id)
             output.token_ids.append(token)
-    for request, finished in ended:
-        output = outputs[request.client_index]
-        output.finished = [*output.finished, finished]
+    for request, end in ended:
+        outputs[request.client_index].finished.append(end)
     for request in started:
-        output = outputs[request.client_index]
-        output.started = [
-            *output.started,
-            RequestEvents(request.request_id, request.queued_s, request.scheduled_s, request.num_cached_tokens),
-        ]
+        events = RequestEvents(request.request_id, request.queued_s, request.scheduled_s, request.num_cached_tokens)
+        outputs[request.client_index].started.append(events)
     return outputs

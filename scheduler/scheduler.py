@@ -35,7 +35,7 @@ from scheduler.output import (
 )
 from scheduler.queues import RANKS, WaitingQueue
 from scheduler.request import EngineCoreRequest, Request, RequestStatus
-from scheduler.results import collect_outputs, end_of_request
+from scheduler.results import collect_outputs, end_of_request, finished
 from scheduler.step import DispatchedStep, KnownTokens, StepPlan
 
 logger = logging.getLogger(__name__)
@@ -55,6 +55,10 @@ class Scheduler:
     Raises:
         ValueError: async scheduling together with send_known_tokens: a stage would run before it knows its input.
     """
+
+    headroom_blocks = 1
+    """Blocks per running request and KV group that an admission leaves free: each needs one before long, and an
+    admission that takes them is soon preempted. Judged with benchmarks/simulate.py."""
 
     def __init__(
         self,
@@ -136,7 +140,7 @@ class Scheduler:
             if request is not None:
                 self._finish(request)
                 self._ended_without_step.setdefault(request.client_index, []).append(
-                    FinishedRequest(request_id, FinishReason.ABORT)
+                    finished(request, FinishReason.ABORT)
                 )
         self._drop_finished_from_running()
 
@@ -147,10 +151,7 @@ class Scheduler:
     def take_outputs(self) -> dict[int, EngineCoreOutputs]:
         """By client, the ends that no step's result will report: aborts since the last call."""
         ended, self._ended_without_step = self._ended_without_step, {}
-        return {
-            client: EngineCoreOutputs(finished=finished, timestamp_s=self._clock())
-            for client, finished in ended.items()
-        }
+        return {client: EngineCoreOutputs(finished=ends, timestamp_s=self._clock()) for client, ends in ended.items()}
 
     def has_requests(self) -> bool:
         """There is an unfinished request, or a dispatched step whose result is not back."""
@@ -251,8 +252,7 @@ class Scheduler:
             if request is None or request.last_step > self._completed_step:
                 return
             hit = self._kv.no_hit() if request.skip_reading_prefix_cache else self._kv.look_up(request.kv)
-            # Running requests need a block each before long; an admission that takes them leads to preemption.
-            headroom = reserved + len(self._running) * self._kv.num_groups
+            headroom = reserved + len(self._running) * self._kv.num_groups * self.headroom_blocks
             if not self._kv.fits(hit, len(request.token_ids), headroom):
                 return
             contended = bool(plan.chunks) or len(self._waiting) > 1
@@ -269,7 +269,7 @@ class Scheduler:
         """Move a request from the waiting queue into the batch; `count` tokens after the hit are computed."""
         self._waiting.remove(request)
         self._kv.start(request.kv, hit, hit.num_tokens + count)
-        if not request.was_preempted:
+        if request.num_preemptions == 0:
             request.scheduled_s = self._clock()
             request.num_cached_tokens = hit.num_tokens
             self._not_started.add(request)
@@ -367,7 +367,7 @@ class Scheduler:
         self._retire(request)
         request.kv = request.kv.restarted()
         request.status = RequestStatus.WAITING
-        request.was_preempted = True
+        request.num_preemptions += 1
         request.num_computed_tokens = request.num_slots = 0
         request.num_schedulable_tokens = len(request.token_ids)
         request.rank = self._rank(request)
