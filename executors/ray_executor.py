@@ -10,6 +10,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from executors.base import Executor, ExecutorFailedError, FailureCallback, StepFuture
 from executors.config import ModelConfig, ParallelConfig
+from executors.model_config import resolve_model_config
 from executors.placement import Placement, place_workers
 from executors.ray_worker import RayWorkerActor
 from executors.step_monitor import ROOT_CAUSE_WAIT_S, FailureReport, PendingStep, StepMonitor
@@ -32,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 HEALTH_TIMEOUT_S = 5.0
 SHUTDOWN_TIMEOUT_S = 2.0
+_OVERDUE_PING_S = 0.5
 _DEATH_REPORT_S = 5.0
 """A call that failed because its actor died waits this long at most for the monitor to say why."""
 
@@ -80,12 +83,20 @@ class RayExecutor(Executor):
             tp_size, self._pp_size, demand, strategy=parallel_config.placement_strategy, deadline_s=deadline_s
         )
         try:
-            self._start_workers(
-                (model_config, cache_config, scheduler_config, parallel_config), demand, deadline_s
-            )  # fmt: skip
-            self._monitor = StepMonitor(parallel_config.step_timeout_s, tear_down=self._end_workers)
+            self._create_workers(demand)
+            # While the actors' processes start. On CUDA the dtypes that can be used are the workers' to find out.
+            resolved = replace(resolve_model_config(model_config), hf_config=None) if self._device == "cpu" else None
+            configs = (resolved or model_config, cache_config, scheduler_config, parallel_config)
+            self._start_workers(configs, deadline_s)
+            self._monitor = StepMonitor(
+                parallel_config.step_timeout_s,
+                kill_workers=self._kill_workers,
+                give_back=self._give_back,
+                describe_overdue=self._describe_overdue,
+            )
         except BaseException:
-            self._end_workers()
+            self._kill_workers()
+            self._give_back()
             raise
         self._watch_refs = [worker.watch.remote() for worker in self._workers]
         for rank, ref in enumerate(self._watch_refs):
@@ -111,14 +122,15 @@ class RayExecutor(Executor):
         step = self._monitor.track(f"step {scheduler_output.step}", self._decode)
         if len(payload) > _SHARED_PAYLOAD_BYTES and len(self._workers) > 1:
             payload = ray.put(payload)
-        refs = [worker.execute_model.remote(payload) for worker in self._workers]
-        self._resolve_by(step, refs[self._output_rank])
+        step.refs = [worker.execute_model.remote(payload) for worker in self._workers]
+        self._resolve_by(step, step.refs[self._output_rank])
         return step
 
     def sample_tokens(self, grammar_bitmask: bytes | None) -> StepFuture[ModelRunnerOutput]:
         step = self._monitor.track("sampling", self._decode_output)
-        refs = [worker.sample_tokens.remote(grammar_bitmask) for worker in self._workers[self._output_rank :]]
-        self._resolve_by(step, refs[0])
+        workers = self._workers[self._output_rank :]
+        step.refs = [worker.sample_tokens.remote(grammar_bitmask) for worker in workers]
+        self._resolve_by(step, step.refs[0])
         return step
 
     def collective_rpc(
@@ -158,7 +170,8 @@ class RayExecutor(Executor):
         with contextlib.suppress(RayError):
             refs = [worker.shutdown.remote() for worker in self._workers]
             ray.wait(refs, num_returns=len(refs), timeout=SHUTDOWN_TIMEOUT_S)
-        self._end_workers()
+        self._kill_workers()
+        self._give_back()
         # A watch ref fails when its process is gone.
         ray.wait(self._watch_refs, num_returns=len(self._watch_refs), timeout=SHUTDOWN_TIMEOUT_S)
 
@@ -168,7 +181,7 @@ class RayExecutor(Executor):
             return self._pp_size
         return 2 if self._async_scheduling else 1
 
-    def _start_workers(self, configs: tuple[Any, ...], demand: dict[str, float], deadline_s: float) -> None:
+    def _create_workers(self, demand: dict[str, float]) -> None:
         custom = {name: amount for name, amount in demand.items() if name not in ("CPU", "GPU")}
         for place in self.placement.places:
             strategy = PlacementGroupSchedulingStrategy(
@@ -182,7 +195,9 @@ class RayExecutor(Executor):
                 max_restarts=0,
                 max_task_retries=0,
             )
-            self._workers.append(options.remote(place.rank))
+            self._workers.append(options.remote(place.rank, place.rank == self._output_rank))
+
+    def _start_workers(self, configs: tuple[Any, ...], deadline_s: float) -> None:
         where = self._startup_call("start", [worker.where.remote() for worker in self._workers], deadline_s)
         for place, found in zip(self.placement.places, where, strict=True):
             self._pids[place.rank] = found["pid"]
@@ -256,12 +271,11 @@ class RayExecutor(Executor):
     def _report(self, rank: int, error: BaseException | None, what: str) -> FailureReport:
         if isinstance(error, RayTaskError):
             cause = error.cause
-            if not getattr(cause, "__notes__", None):
-                cause.add_note(f"On the worker:\n{error.traceback_str}")
+            cause.add_note(f"On the worker:\n{error}")
             failure = ExecutorFailedError(f"{self._name(rank)} {what}: {type(cause).__name__}: {cause}")
             failure.__cause__ = cause
             return FailureReport(failure, _is_peer_loss(cause))
-        failure = ExecutorFailedError(f"{self._name(rank)} died: {error}")
+        failure = ExecutorFailedError(f"{self._name(rank)} died: {_death_reason(error)}")
         failure.__cause__ = error
         return FailureReport(failure)
 
@@ -280,11 +294,26 @@ class RayExecutor(Executor):
             failure = self._monitor.wait_for_failure(_DEATH_REPORT_S)
             raise failure or ExecutorFailedError(f"a worker died in {name}: {error}") from error
 
-    def _end_workers(self) -> None:
-        """Kill every worker and give the placement back. Errors are those of a Ray that is going away itself."""
+    def _describe_overdue(self, step: PendingStep[Any]) -> str:
+        """Which ranks are late with a step, and which of them do not even answer."""
+        _, late = ray.wait(step.refs, num_returns=len(step.refs), timeout=0)
+        first = len(self._workers) - len(step.refs)
+        ranks = [first + index for index, ref in enumerate(step.refs) if ref in late]
+        pings = [self._workers[rank].ping.remote() for rank in ranks]
+        _, silent = ray.wait(pings, num_returns=len(pings), timeout=_OVERDUE_PING_S) if pings else ([], [])
+        names = [
+            self._name(rank) + (", which does not answer" if ping in silent else "")
+            for rank, ping in zip(ranks, pings, strict=True)
+        ]
+        return f"waiting for {'; '.join(names)}"
+
+    def _kill_workers(self) -> None:
+        """Errors are those of a Ray that is going away itself."""
         for worker in self._workers:
             with contextlib.suppress(RayError, ValueError):
                 ray.kill(worker)
+
+    def _give_back(self) -> None:
         with contextlib.suppress(RayError, ValueError):
             self.placement.remove()
 
@@ -298,6 +327,13 @@ class RayExecutor(Executor):
 
     def _decode_output(self, payload: bytes | None) -> ModelRunnerOutput:
         return self._decoder.decode(payload or b"")
+
+
+def _death_reason(error: BaseException | None) -> str:
+    """Ray's reason in one line, without its list of common causes. The whole text is in the cause."""
+    text = " ".join(str(error).split())
+    _, _, reason = text.partition("The actor is dead because ")
+    return (reason or text).partition(" Some common causes include")[0]
 
 
 def _is_peer_loss(error: BaseException) -> bool:

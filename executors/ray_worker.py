@@ -23,8 +23,14 @@ _CONTROL_THREADS = 4
 class RayWorker:
     """Created by RayExecutor with the rank's resources; never restarted by Ray."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, gives_output: bool) -> None:
+        """
+        Args:
+            gives_output: This rank's step results are read. The others' failures are told by `watch` alone, for Ray
+                logs an error that nobody reads.
+        """
         self._rank = rank
+        self._gives_output = gives_output
         self._worker: Worker | None = None
         self._failure: BaseException | None = None
         self._failed = threading.Event()
@@ -99,7 +105,9 @@ class RayWorker:
         except BaseException as error:
             self._failure = error
             self._failed.set()
-            raise
+            if self._gives_output:
+                raise
+            return None
 
     @property
     def _live_worker(self) -> Worker:

@@ -1,7 +1,7 @@
 """An executor's steps in flight, and the one failure that ends them all. Shared by both executors.
 
 A thread waits for the first of: a failure somebody reports, and the deadline of the oldest step in flight. It then ends
-every pending step with an ExecutorFailedError, has the workers torn down and calls the failure callbacks, once.
+every pending step with an ExecutorFailedError, has the workers killed and calls the failure callbacks, once.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from executors.base import ExecutorFailedError, FailureCallback, StepFuture
@@ -44,11 +45,13 @@ class PendingStep(StepFuture[T]):
 
     Attributes:
         object_ref: The Ray object ref of the result; None where there is no Ray.
+        refs: The refs of all workers that run the step.
     """
 
     def __init__(self, name: str, decode: Callable[[bytes | None], T]) -> None:
         self.name = name
         self.object_ref: Any = None
+        self.refs: list[Any] = []
         self._decode = decode
         self._future: concurrent.futures.Future[bytes | None] = concurrent.futures.Future()
         # Running futures cannot be cancelled: a caller that gives up awaiting does not take the result from others.
@@ -79,14 +82,24 @@ class PendingStep(StepFuture[T]):
 class StepMonitor:
     """Thread-safe. After the first failure, and after `close`, every use raises ExecutorFailedError."""
 
-    def __init__(self, step_timeout_s: float, tear_down: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        step_timeout_s: float,
+        *,
+        kill_workers: Callable[[], None],
+        give_back: Callable[[], None] = lambda: None,
+        describe_overdue: Callable[[PendingStep[Any]], str] = lambda step: "the worker hangs",
+    ) -> None:
         """
         Args:
             step_timeout_s: From a step's dispatch to its result, steps queued before it included.
-            tear_down: Ends the workers; called once, on the first failure, by the monitor's thread.
+            kill_workers, give_back: Called on failure, by the monitor's thread, before and after the callbacks.
+            describe_overdue: What is known of a step that missed its deadline, for the error's text.
         """
         self._step_timeout_s = step_timeout_s
-        self._tear_down = tear_down
+        self._kill_workers = kill_workers
+        self._give_back = give_back
+        self._describe_overdue = describe_overdue
         self._lock = threading.Lock()
         # In order of dispatch, so of deadline.
         self._deadlines: dict[PendingStep[Any], float] = {}
@@ -200,9 +213,12 @@ class StepMonitor:
         return report.error
 
     def _overdue(self, step: PendingStep[Any]) -> ExecutorFailedError:
+        try:
+            found = self._describe_overdue(step)
+        except Exception as error:
+            found = f"the workers could not be asked ({error})"
         return ExecutorFailedError(
-            f"{step.name} is not finished after step_timeout_s = {self._step_timeout_s:g} s: a worker hangs, or the "
-            f"deadline is too short for this model and batch"
+            f"{step.name} is not finished after step_timeout_s = {self._step_timeout_s:g} s: {found}"
         )
 
     def _fail(self, error: ExecutorFailedError) -> None:
@@ -216,15 +232,14 @@ class StepMonitor:
         for step in pending:
             step.set_error(_again(error))
         self._failed.set()
-        try:
-            self._tear_down()
-        except Exception:
-            logger.exception("tearing down the workers after a failure did not succeed")
-        for callback in callbacks:
+        actions: list[Callable[[], None]] = [self._kill_workers]
+        actions += [partial(callback, _again(error)) for callback in callbacks]
+        actions.append(self._give_back)
+        for action in actions:
             try:
-                callback(_again(error))
+                action()
             except Exception:
-                logger.exception("a failure callback raised")
+                logger.exception("after the failure of the executor, %r raised", action)
 
 
 def _again(error: ExecutorFailedError) -> ExecutorFailedError:

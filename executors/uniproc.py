@@ -54,7 +54,7 @@ class UniProcExecutor(Executor):
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ModelRunnerOutput)
         self._thread = _WorkerThread()
-        self._monitor = StepMonitor(parallel_config.step_timeout_s, tear_down=self._thread.stop)
+        self._monitor = StepMonitor(parallel_config.step_timeout_s, kill_workers=self._thread.stop)
         device = parallel_config.device
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -17,7 +17,7 @@ import torch
 from executors.config import ModelConfig, ParallelConfig
 from executors.loader import load_model
 from executors.memory import allocate_kv_caches, default_cpu_kv_bytes
-from executors.model_config import resolve_model_config
+from executors.model_config import ResolvedModelConfig, resolve_model_config
 from executors.model_runner import ModelRunner
 from executors.models.base import CausalLM
 from executors.parallel_state import ParallelState
@@ -43,7 +43,7 @@ class Worker:
 
     def __init__(
         self,
-        model_config: ModelConfig,
+        model_config: ModelConfig | ResolvedModelConfig,
         cache_config: CacheConfig,
         scheduler_config: SchedulerConfig,
         parallel_config: ParallelConfig,
@@ -57,6 +57,7 @@ class Worker:
         """Takes the device and joins the other ranks; returns when all have joined.
 
         Args:
+            model_config: Already resolved where the executor could do it for all ranks: that takes seconds of imports.
             rank: Global rank, pp_rank × tp_size + tp_rank.
             local_rank: Number among this engine's workers on the node.
             distributed_init_method: Where rank 0 listens, "tcp://address:port"; unused with one rank.
@@ -75,7 +76,9 @@ class Worker:
         self._scheduler_config = scheduler_config
         self._parallel_config = parallel_config
         self._init_device()
-        self.model_config = resolve_model_config(model_config, self.device.type)
+        if isinstance(model_config, ModelConfig):
+            model_config = resolve_model_config(model_config, self.device.type)
+        self.model_config = model_config
         self._cache_dtype = _CACHE_DTYPES.get(cache_config.cache_dtype, self.model_config.dtype)
         self.parallel = ParallelState.initialize(
             rank=rank,

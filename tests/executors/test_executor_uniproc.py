@@ -134,7 +134,7 @@ def test_a_step_beyond_its_deadline_fails_the_executor(tiny_llama_dir: Path) -> 
 
     executor.collective_rpc(hang)
     future = executor.execute_model(SchedulerOutput(step=1, rows=b""))
-    with pytest.raises(ExecutorFailedError, match=r"step 1 is not finished after step_timeout_s = 0.3 s"):
+    with pytest.raises(ExecutorFailedError, match=r"step 1 is not finished after step_timeout_s = 0.3 s: the worker hangs"):
         future.result(60)
     release.set()
     executor.shutdown()
