@@ -23,6 +23,7 @@ from engine_actors.core import CoreInfo
 from engine_actors.core_actor import EngineCoreActor, HealthReport
 from engine_actors.errors import EngineDeadError, EngineStartupError
 from engine_actors.messages import ClientMessage, OutputBatch, ShutdownMessage, decode_batch, encode_messages
+from executors.placement import remove_placement_groups_of
 
 logger = logging.getLogger(__name__)
 
@@ -56,12 +57,14 @@ class CoreLink:
         self._closed = False
         self._worker_id = ray.get_runtime_context().get_worker_id()
         self.actor = _create_actor(config)
+        self._actor_id = self.actor._actor_id.hex()
+        self._has_placement_group = config.uses_ray_executor
         self._kill = weakref.finalize(self, _kill_actor, self.actor)
         try:
             self.info = _start(self.actor, config)
             self.stream = self.actor.outputs.remote(client_index)
         except BaseException:
-            self._kill()
+            self.close()
             raise
 
     # Messages
@@ -128,9 +131,12 @@ class CoreLink:
         return self._checked(decode_batch(data))
 
     def _checked(self, batch: OutputBatch) -> OutputBatch:
-        if batch.engine_core_dead is not None:
-            raise self.mark_dead(f"EngineCore failed: {batch.engine_core_dead}")
-        return batch
+        if batch.engine_core_dead is None:
+            return batch
+        error = self.mark_dead(f"EngineCore failed: {batch.engine_core_dead}")
+        if batch.outputs or batch.utilities:
+            return batch  # The last the engine did; the next call raises.
+        raise error
 
     def mark_dead(self, text: str, cause: BaseException | None = None) -> EngineDeadError:
         """Every later call raises this. The actor, if it still is there, is of no use and is killed."""
@@ -172,10 +178,16 @@ class CoreLink:
     def close(self) -> None:
         """Kill the actor. What its stream brought until now can still be read. Idempotent."""
         self._closed = True
-        if self.is_connected:
-            self._kill()
-        else:
+        if not self._kill.alive:
+            return
+        if not self.is_connected:
             self._kill.detach()
+            return
+        self._kill()
+        if self._has_placement_group:
+            # An engine that was shut down has removed it; one that died has not, and Ray keeps it.
+            with contextlib.suppress(RayError):
+                remove_placement_groups_of(self._actor_id)
 
 
 def ensure_ray() -> None:

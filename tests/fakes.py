@@ -7,6 +7,8 @@ It runs in any process: `executor_class=FakeExecutor`, or `functools.partial(Fak
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import hashlib
 import json
 import os
@@ -14,7 +16,7 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from executors.base import Executor, ExecutorFailedError, FailureCallback, StepFuture
 from executors.config import ModelConfig, ParallelConfig
-from executors.step_monitor import PendingStep, StepMonitor
 from kv.config import CacheConfig
 from kv.spec import FullAttentionSpec, KVCacheConfig, KVCacheSpec
 from scheduler.config import SchedulerConfig
@@ -47,6 +48,23 @@ def expected_tokens(prompt: Sequence[int], count: int, seed: int = 0, greedy: bo
     for _ in range(count):
         tokens.append(next_token(tokens, seed, greedy))
     return tokens[len(prompt) :]
+
+
+class FakeFuture(StepFuture[ModelRunnerOutput | None]):
+    """A step of FakeExecutor on its way."""
+
+    def __init__(self) -> None:
+        self.future: concurrent.futures.Future[ModelRunnerOutput | None] = concurrent.futures.Future()
+        self.future.set_running_or_notify_cancel()
+
+    def result(self, timeout_s: float | None = None) -> ModelRunnerOutput | None:
+        return self.future.result(timeout_s)
+
+    def __await__(self) -> Generator[Any, None, ModelRunnerOutput | None]:
+        return asyncio.wrap_future(self.future).__await__()
+
+    def done(self) -> bool:
+        return self.future.done()
 
 
 class _Row:
@@ -90,8 +108,11 @@ class FakeExecutor(Executor):
         self.is_shut_down = False
         self.num_steps = 0
         self._encoder = msgspec.msgpack.Encoder()
-        self._monitor = StepMonitor(parallel_config.step_timeout_s, tear_down=lambda: None)
-        self._work: queue.SimpleQueue[tuple[PendingStep[Any], bytes] | None] = queue.SimpleQueue()
+        self._failure: ExecutorFailedError | None = None
+        self._callbacks: list[FailureCallback] = []
+        self._pending: list[FakeFuture] = []
+        self._lock = threading.Lock()
+        self._work: queue.SimpleQueue[tuple[FakeFuture, bytes] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
@@ -105,7 +126,10 @@ class FakeExecutor(Executor):
         assert len(configs) == 1
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> StepFuture[ModelRunnerOutput | None]:
-        step = self._monitor.track(f"step {scheduler_output.step}", _decode_output)
+        step = FakeFuture()
+        with self._lock:
+            self._raise_if_failed()
+            self._pending.append(step)
         self._work.put((step, self._encoder.encode(scheduler_output)))
         return step
 
@@ -119,20 +143,19 @@ class FakeExecutor(Executor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
-        self._monitor.raise_if_failed()
+        self._raise_if_failed()
         function = getattr(self, method) if isinstance(method, str) else lambda *a, **k: method(self, *a, **k)
         return [function(*args, **(kwargs or {}))]
 
     def register_failure_callback(self, callback: FailureCallback) -> None:
-        self._monitor.add_callback(callback)
+        self._callbacks.append(callback)
 
     def check_health(self) -> None:
-        self._monitor.raise_if_failed()
+        self._raise_if_failed()
 
     def shutdown(self) -> None:
         self.is_shut_down = True
-        if self._monitor.close():
-            self._work.put(None)
+        self._work.put(None)
 
     @property
     def max_concurrent_batches(self) -> int:
@@ -165,7 +188,10 @@ class FakeExecutor(Executor):
             while self.hold_file is not None and os.path.exists(self.hold_file) and not self.is_shut_down:
                 time.sleep(0.001)
             self.num_steps += 1
-            self._monitor.resolve(step, self._encoder.encode(output))
+            with self._lock:
+                if step in self._pending:
+                    self._pending.remove(step)
+                    step.future.set_result(output)
 
     def _run(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         for data in scheduled.new_requests:
@@ -182,14 +208,18 @@ class FakeExecutor(Executor):
                 sampled.append(token)
         return ModelRunnerOutput(scheduled.step, pack_int32(sampled))
 
+    def _raise_if_failed(self) -> None:
+        if self._failure is not None:
+            raise ExecutorFailedError(str(self._failure))
+
     def _fail(self, error: ExecutorFailedError) -> None:
-        from executors.step_monitor import FailureReport
-
-        self._monitor.report(FailureReport(error))
-
-
-def _decode_output(payload: bytes | None) -> ModelRunnerOutput | None:
-    return None if payload is None else msgspec.msgpack.decode(payload, type=ModelRunnerOutput)
+        with self._lock:
+            self._failure = error
+            pending, self._pending = self._pending, []
+        for step in pending:
+            step.future.set_exception(error)
+        for callback in self._callbacks:
+            callback(error)
 
 
 CONFIG = {
