@@ -17,7 +17,12 @@ import torch
 from executors.random import gumbel_noise, row_keys
 
 PREFIX_LENGTHS = (64, 512)
-"""Prefixes tried before sorting the whole vocabulary."""
+"""Prefixes tried before the whole vocabulary is looked at."""
+
+MAX_SORTED_VOCABULARY = 8192
+
+NUM_BINS = 4096
+"""Of the histogram that finds a wide top-p set: fine enough that few tokens share the bin of the cut."""
 
 MAX_NOISE_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 26}
 """Elements of noise made at once for whole-vocabulary draws: cache-sized on CPU, memory-bounded on CUDA."""
@@ -107,28 +112,47 @@ def _draw_from_all(logits: torch.Tensor, columns: SamplingColumns) -> torch.Tens
 
 
 def _draw_truncated(logits: torch.Tensor, columns: SamplingColumns) -> torch.Tensor:
-    """Draws from a prefix of each row's order, the shortest of `PREFIX_LENGTHS` (or the vocabulary) that suffices."""
+    """Draws from a prefix of each row's order, the shortest of `PREFIX_LENGTHS` that suffices, or from all tokens."""
     vocab_size = logits.shape[-1]
-    lengths = [length for length in PREFIX_LENGTHS if length < vocab_size]
-    tokens, complete = _draw_from_prefix(logits, columns, lengths[0] if lengths else vocab_size)
+    lengths = [length for length in PREFIX_LENGTHS if length < vocab_size] or [vocab_size]
+    totals = None
+    if columns.any_top_p and not columns.all_top_k:
+        totals = _probability_totals(logits, columns.temperature)
+    tokens, complete = _draw_from_prefix(logits, columns, lengths[0], totals)
     pending = (~complete).nonzero().squeeze(-1)
-    for length in (*lengths[1:], vocab_size):
+    # Many rows of a small vocabulary are sorted faster than they are looked at one by one; so are rows on CUDA.
+    sorts = logits.device.type != "cpu" or vocab_size <= MAX_SORTED_VOCABULARY
+    for length in (*lengths[1:], vocab_size) if sorts else lengths[1:]:
         if not len(pending):
-            break
-        tokens[pending], complete = _draw_from_prefix(logits[pending], columns.select(pending), length)
+            return tokens
+        pending_totals = None if totals is None else totals[pending]
+        drawn, complete = _draw_from_prefix(logits[pending], columns.select(pending), length, pending_totals)
+        tokens[pending] = drawn
         pending = pending[~complete]
+    for row in pending.tolist():
+        tokens[row] = _draw_from_wide_set(logits[row], columns.select(torch.tensor([row])))
     return tokens
 
 
-def _draw_from_prefix(logits: torch.Tensor, columns: SamplingColumns, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _probability_totals(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """What the whole vocabulary's exp(logit - largest logit), after temperature, sum up to. float64 [n]."""
+    scaled = logits / temperature.unsqueeze(-1)
+    return scaled.sub_(scaled.max(-1, keepdim=True).values).exp_().sum(-1, dtype=torch.float64)
+
+
+def _draw_from_prefix(
+    logits: torch.Tensor, columns: SamplingColumns, length: int, totals: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw among the `length` most likely tokens of each row.
+
+    Args:
+        totals: `_probability_totals`, where a row has top-p but not top-k.
 
     Returns:
         int64 [n] tokens, and bool [n] which of them hold: for the others, tokens beyond the prefix count too.
     """
     values, token_ids = _ordered_prefix(logits, length)
-    temperature = columns.temperature.unsqueeze(-1)
-    values = values / temperature
+    values = values / columns.temperature.unsqueeze(-1)
     has_top_k = columns.top_k > 0
     # As in transformers, every token as likely as the k-th is kept.
     kth = values.gather(-1, torch.where(has_top_k, columns.top_k, length).clamp(max=length).unsqueeze(-1) - 1)
@@ -136,12 +160,12 @@ def _draw_from_prefix(logits: torch.Tensor, columns: SamplingColumns, length: in
     edge = values == values[:, -1:]
     reaches_edge_by_top_k = has_top_k & (kept & edge).any(-1)
     if columns.any_top_p:
-        # Probabilities are those of the tokens top-k keeps; without top-k, of the whole vocabulary.
-        log_total = values.masked_fill(~kept, _NEGATIVE_INFINITY).logsumexp(-1)
-        if not columns.all_top_k:
-            log_total = torch.where(has_top_k, log_total, (logits / temperature).logsumexp(-1))
-        probabilities = (values - log_total.unsqueeze(-1)).to(torch.float64).exp_()
-        kept &= probabilities.cumsum(-1) - probabilities < columns.top_p.unsqueeze(-1)
+        # Shares are of the tokens top-k keeps; without top-k, of the whole vocabulary.
+        weights = (values - values[:, :1]).to(torch.float64).exp_()
+        kept_totals = weights.masked_fill(~kept, 0.0).sum(-1)
+        if totals is not None:
+            kept_totals = torch.where(has_top_k, kept_totals, totals)
+        kept &= weights.cumsum(-1) - weights < (columns.top_p * kept_totals).unsqueeze(-1)
     kept &= values >= values[:, :1] + columns.log_min_p.unsqueeze(-1)
     noise = gumbel_noise(row_keys(columns.seeds, columns.positions), token_ids)
     scores = (values + noise).masked_fill_(~kept, _NEGATIVE_INFINITY)
@@ -150,6 +174,43 @@ def _draw_from_prefix(logits: torch.Tensor, columns: SamplingColumns, length: in
         return tokens, torch.ones_like(has_top_k)
     # A kept token as likely as the prefix's last may have equals, or successors, outside of it.
     return tokens, ~(reaches_edge_by_top_k | (kept & edge).any(-1))
+
+
+def _draw_from_wide_set(logits: torch.Tensor, columns: SamplingColumns) -> torch.Tensor:
+    """Draw for one row [vocab_size] whose kept tokens may be many, without sorting them."""
+    scaled = logits / columns.temperature
+    kept = scaled > _NEGATIVE_INFINITY
+    top_k, top_p = int(columns.top_k), float(columns.top_p)
+    if 0 < top_k < len(scaled):
+        kept &= scaled >= scaled.topk(top_k, sorted=False).values.min()
+    token_ids = kept.nonzero().squeeze(-1)
+    values = scaled[token_ids]
+    if top_p < 1.0:
+        in_nucleus = _nucleus(values, top_p)
+        token_ids, values = token_ids[in_nucleus], values[in_nucleus]
+    likely = values >= values.max() + columns.log_min_p
+    token_ids, values = token_ids[likely], values[likely]
+    noise = gumbel_noise(row_keys(columns.seeds, columns.positions), token_ids)[0]
+    return token_ids[(values + noise).argmax()]
+
+
+def _nucleus(values: torch.Tensor, top_p: float) -> torch.Tensor:
+    """bool mask of the top-p set of finite values [n]: in descending order, equal ones by index.
+
+    A histogram by value finds the bin where the sum of probabilities reaches top_p; only that bin is sorted.
+    """
+    depth = values.max() - values
+    weights = (-depth).to(torch.float64).exp_()
+    bins = (depth * ((NUM_BINS - 1) / depth.max().clamp(min=1e-30))).to(torch.int64).clamp_(max=NUM_BINS - 1)
+    reached = torch.bincount(bins, weights=weights, minlength=NUM_BINS).cumsum(-1)
+    limit = top_p * reached[-1]
+    cut = int(torch.searchsorted(reached, limit))
+    mask = bins < cut
+    at_cut = (bins == cut).nonzero().squeeze(-1)
+    order = at_cut[values[at_cut].sort(dim=-1, descending=True, stable=True).indices]
+    before = reached[cut - 1] if cut > 0 else 0.0
+    mask[order[before + weights[order].cumsum(-1) - weights[order] < limit]] = True
+    return mask
 
 
 def _ordered_prefix(logits: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,7 +10,8 @@ import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from executors.logits_processors import apply_grammar_bitmask
-from executors.sampler import PREFIX_LENGTHS, sample
+from executors.random import gumbel_noise, row_keys
+from executors.sampler import MAX_SORTED_VOCABULARY, PREFIX_LENGTHS, _nucleus, sample
 from executors.sampling_state import SamplingState
 from scheduler.output import NewRequestData, pack_int32
 from scheduler.sampling_params import SamplingParams
@@ -109,6 +110,40 @@ def test_kept_sets_wider_than_a_prefix_are_drawn_from_completely(width: int) -> 
     assert max(tokens) - min(tokens) > 0.8 * width
 
 
+def test_a_wide_top_p_set_is_exactly_the_sorted_prefix() -> None:
+    generator = torch.Generator().manual_seed(4)
+    for step in range(60):
+        size = [1, 2, 50, 3000][step % 4]
+        values = torch.randn(size, generator=generator) * [0.01, 1, 6][step % 3]
+        if step % 5 == 0:
+            values = values.round()  # Many ties.
+        top_p = [0.0123, 0.3001, 0.9003, 0.9991, 0.9999999][step % 5]
+        probabilities = values.double().softmax(-1)
+        order = values.sort(descending=True, stable=True).indices
+        expected = torch.zeros(size, dtype=torch.bool)
+        expected[order[probabilities[order].cumsum(-1) - probabilities[order] < top_p]] = True
+        assert torch.equal(_nucleus(values, top_p), expected)
+
+
+WIDE = [{"top_p": 0.97}, {"top_k": 900, "top_p": 0.9}, {"top_k": 900}, {"min_p": 1e-4}]
+
+
+@pytest.mark.parametrize("mix", WIDE, ids=str)
+@pytest.mark.parametrize("vocab_size", [4000, MAX_SORTED_VOCABULARY + 1])
+def test_wide_sets_are_drawn_from_exactly(mix: dict, vocab_size: int) -> None:
+    logits = torch.randn(40, vocab_size, generator=torch.Generator().manual_seed(5))
+    params = [SamplingParams(seed=seed, **mix) for seed in range(40)]
+    tokens = draw(logits, params)
+    expected = []
+    for row, row_params in enumerate(params):
+        kept = transformers_distribution(logits[row], row_params) > 0
+        assert kept.sum() > PREFIX_LENGTHS[-1]
+        keys = row_keys(torch.tensor([row_params.seed]), torch.tensor([1]))
+        scores = logits[row] + gumbel_noise(keys, torch.arange(vocab_size))[0]
+        expected.append(scores.masked_fill(~kept, float("-inf")).argmax().item())
+    assert tokens == expected
+
+
 def test_a_mask_that_leaves_fewer_tokens_than_top_k_never_yields_a_masked_one() -> None:
     logits = torch.full((50, 1000), float("-inf"))
     logits[:, [7, 70]] = 0.0
@@ -121,7 +156,7 @@ def mixed_params(seed: int) -> list[SamplingParams]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("vocab_size", [40, 5000])
+@pytest.mark.parametrize("vocab_size", [40, 5000, 10_000])
 def test_a_row_is_sampled_the_same_alone_and_in_any_batch(dtype: torch.dtype, vocab_size: int) -> None:
     params = mixed_params(100)
     logits = (torch.randn(len(params), vocab_size, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
