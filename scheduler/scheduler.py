@@ -56,7 +56,7 @@ class Scheduler:
         ValueError: async scheduling together with send_known_tokens: a stage would run before it knows its input.
     """
 
-    headroom_blocks = 1
+    headroom_blocks = 2
     """Blocks per running request and KV group that an admission leaves free: each needs one before long, and an
     admission that takes them is soon preempted. Judged with benchmarks/simulate.py."""
 
