@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
 from executors.base import Executor, StepFuture
 from kv.config import CacheConfig
@@ -36,9 +36,21 @@ def save_tiny_llama(directory: Path) -> Path:
     return directory
 
 
+def save_tiny_gemma(directory: Path) -> Path:
+    """A float32 Gemma 3 of 6 layers, every third one full attention, the others with a window of 12 tokens."""
+    torch.manual_seed(0)
+    config = Gemma3TextConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, vocab_size=260, max_position_embeddings=256, sliding_window=12, initializer_range=0.1,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    )  # fmt: skip
+    Gemma3ForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
 def transformers_greedy(directory: Path, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
     """Greedy tokens by transformers, one prompt at a time, never stopping."""
-    model = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     tokens = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
@@ -57,7 +69,8 @@ class Request:
     num_prompt_tokens: int
     params: SamplingParams
     num_computed: int = 0
-    blocks: list[int] = field(default_factory=list)
+    blocks: list[list[int]] = field(default_factory=list)
+    """By KV group."""
     is_new: bool = True
 
 
@@ -93,39 +106,44 @@ class StepDriver:
         self._known: list[tuple[int, int]] = []
 
     def add(self, prompt: list[int], params: SamplingParams = GREEDY) -> Request:
-        request = Request(len(self.requests), list(prompt), len(prompt), params)
+        blocks: list[list[int]] = [[] for _ in range(self.num_groups)]
+        request = Request(len(self.requests), list(prompt), len(prompt), params, blocks=blocks)
         self.requests.append(request)
         return request
 
     def schedule(self, requests: list[Request], chunk: int, structured: bool = False) -> SchedulerOutput:
         """One step: up to `chunk` tokens of each request."""
         self.step += 1
-        new, appended, counts = [], [], []
+        new, counts = [], []
+        appended: list[list[tuple[int, int]]] = [[] for _ in range(self.num_groups)]
         for request in requests:
             count = min(chunk, len(request.token_ids) - request.num_computed)
-            needed = -(-(request.num_computed + count) // self.block_size) - len(request.blocks)
-            blocks = list(range(self.next_block, self.next_block + needed))
-            self.next_block += needed
-            request.blocks += blocks
+            counts.append(count)
+            for table, group_appended in zip(request.blocks, appended, strict=True):
+                needed = -(-(request.num_computed + count) // self.block_size) - len(table)
+                blocks = range(self.next_block, self.next_block + needed)
+                self.next_block += needed
+                table += blocks
+                if not request.is_new:
+                    group_appended += [(request.row, block) for block in blocks]
             if request.is_new:
                 request.is_new = False
                 new.append(
                     NewRequestData(
                         request.row, f"r{request.row}", pack_int32(request.token_ids), request.num_prompt_tokens,
-                        request.num_computed, [pack_int32(request.blocks)] * self.num_groups, request.params,
+                        request.num_computed, [pack_int32(table) for table in request.blocks], request.params,
                     )
                 )  # fmt: skip
-            else:
-                appended += [(request.row, block) for block in blocks]
-            counts.append(count)
         known, self._known = self._known if self.known_tokens else [], []
-        appends = BlockAppends(pack_int32(r for r, _ in appended), pack_int32(b for _, b in appended))
+        new_blocks = [
+            BlockAppends(pack_int32(r for r, _ in pairs), pack_int32(b for _, b in pairs)) for pairs in appended
+        ]
         return SchedulerOutput(
             step=self.step,
             rows=pack_int32(r.row for r in requests),
             num_scheduled_tokens=b"" if all(count == 1 for count in counts) else pack_int32(counts),
             new_requests=new,
-            new_blocks=[appends] * self.num_groups if appended else [],
+            new_blocks=new_blocks if any(appended) else [],
             known_rows=pack_int32(row for row, _ in known),
             known_tokens=pack_int32(token for _, token in known),
             has_structured_output=structured,

@@ -18,7 +18,7 @@ from kv.config import CacheConfig
 from scheduler.config import SchedulerConfig
 from scheduler.output import SchedulerOutput, pack_int32, unpack_int32
 from scheduler.sampling_params import SamplingParams
-from tests.executors.step_driver import StepDriver, transformers_greedy
+from tests.executors.step_driver import StepDriver, save_tiny_gemma, transformers_greedy
 
 CACHE = CacheConfig(block_size=8, num_gpu_blocks_override=200)
 SCHEDULER = SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=512, max_model_len=256)
@@ -41,6 +41,15 @@ def executor(tiny_llama_dir: Path) -> Iterator[UniProcExecutor]:
 def test_greedy_tokens_equal_transformers(executor: UniProcExecutor, tiny_llama_dir: Path, chunk: int) -> None:
     driver = StepDriver(executor, CACHE, SCHEDULER)
     assert driver.generate(PROMPTS, 12, chunk=chunk) == transformers_greedy(tiny_llama_dir, PROMPTS, 12)
+
+
+def test_window_and_full_attention_layers_share_the_pool_and_give_transformers_tokens(tmp_path: Path) -> None:
+    """Several KV groups, each with blocks of its own in the same memory; texts of many windows."""
+    executor = make_executor(save_tiny_gemma(tmp_path))
+    driver = StepDriver(executor, CACHE, SCHEDULER)
+    assert driver.num_groups == 3
+    assert driver.generate(PROMPTS, 12, chunk=7) == transformers_greedy(tmp_path, PROMPTS, 12)
+    executor.shutdown()
 
 
 def test_a_seeded_request_draws_the_same_alone_in_a_batch_and_resumed(executor: UniProcExecutor) -> None:
@@ -134,7 +143,9 @@ def test_a_step_beyond_its_deadline_fails_the_executor(tiny_llama_dir: Path) -> 
 
     executor.collective_rpc(hang)
     future = executor.execute_model(SchedulerOutput(step=1, rows=b""))
-    with pytest.raises(ExecutorFailedError, match=r"step 1 is not finished after step_timeout_s = 0.3 s: the worker hangs"):
+    with pytest.raises(
+        ExecutorFailedError, match=r"step 1 is not finished after step_timeout_s = 0.3 s: the worker hangs"
+    ):
         future.result(60)
     release.set()
     executor.shutdown()
