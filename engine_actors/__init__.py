@@ -1,4 +1,4 @@
-"""Engine Actors: an LLM inference engine whose parts are Ray actors. The public names; everything loads on first use."""
+"""Engine Actors: an LLM inference engine whose parts are Ray actors. The public names, each loaded on first use."""
 
 from __future__ import annotations
 

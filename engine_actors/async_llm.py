@@ -1,4 +1,4 @@
-"""`AsyncLLM`: the asyncio front end. One async generator per request; one task that reads the engine's outputs for all."""
+"""`AsyncLLM`: the asyncio front end. One async generator per request, one task that reads the outputs of all."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OUTPUTS_PER_TURN = 256
 
 
 class RequestStream:
-    """The outputs of one request, as they come. Outputs nobody has read yet are merged, so a slow reader costs no memory.
+    """The outputs of one request, as they come. Those nobody has read yet are merged: a slow reader costs no memory.
 
     An async iterator that ends after the finished output. Raises the request's error, and EngineDeadError.
     """
@@ -254,7 +254,7 @@ class AsyncLLM:
     async def collective_rpc(
         self,
         method: Any,
-        timeout: float | None = None,
+        timeout: float | None = None,  # noqa: ASYNC109  vLLM's name; the workers keep to it
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:

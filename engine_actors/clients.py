@@ -98,7 +98,7 @@ class SyncCoreClient(EngineCoreClient):
 
     @abstractmethod
     def call_utility(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a utility of EngineCore ("reset_prefix_cache", "collective_rpc", "check_health"); raises what it raises."""
+        """Call a utility of EngineCore by name, e.g. "reset_prefix_cache"; raises what it raises."""
 
     @abstractmethod
     def check_health(self) -> None:
@@ -106,7 +106,7 @@ class SyncCoreClient(EngineCoreClient):
 
 
 class InprocClient(SyncCoreClient):
-    """EngineCore in this process, stepped by `get_output`. No actor, no busy loop, and no Ray unless the executor uses it."""
+    """EngineCore in this process, stepped by `get_output`. No actor, no busy loop; Ray only if the executor uses it."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._dead_error: EngineDeadError | None = None

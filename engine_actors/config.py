@@ -1,7 +1,7 @@
 """`EngineConfig`: the packages' configs composed, and built from flat keyword arguments with vLLM's names.
 
-Every way to start an engine (`LLM`, `AsyncLLM`, `Engine`, the command line) goes through `EngineConfig.from_kwargs`. Torch-
-free to import: the EngineCore actor of a Ray executor never needs torch.
+Every way to start an engine (`LLM`, `AsyncLLM`, `Engine`, the command line) goes through `EngineConfig.from_kwargs`.
+Importing it loads no torch: the EngineCore actor of a Ray executor never needs it.
 """
 
 from __future__ import annotations
@@ -60,6 +60,12 @@ class EngineConfig:
             raise ValueError(f"generation_config must be one of {GENERATION_CONFIGS}, got {self.generation_config!r}")
         if not self.shutdown_timeout_s >= 0:
             raise ValueError(f"shutdown_timeout_s must be at least 0, got {self.shutdown_timeout_s!r}")
+        if self.scheduler_config.async_scheduling and self.parallel_config.pipeline_parallel_size > 1:
+            raise ValueError(
+                f"async_scheduling=True cannot be combined with pipeline_parallel_size "
+                f"{self.parallel_config.pipeline_parallel_size}: earlier stages would have to start a token's step "
+                f"before the last stage has sampled it; allowed are False and None"
+            )
         if self.executor_class is not None and not callable(self.executor_class):
             raise ValueError(f"executor_class must be an Executor class, got {self.executor_class!r}")
 
@@ -90,7 +96,7 @@ class EngineConfig:
             cache_config=_build(CacheConfig, options),
             scheduler_config=_scheduler_config(options, resolved.max_model_len),
             parallel_config=parallel_config,
-            **{name: options[name] for name in _OWN_FIELDS if name in options},
+            **{name: _convert(name, options[name], hint) for name, hint in _OWN_FIELDS.items() if name in options},
         )
 
     def with_max_model_len(self, max_model_len: int) -> EngineConfig:
@@ -99,7 +105,13 @@ class EngineConfig:
 
 
 _CONFIGS = (ModelConfig, CacheConfig, SchedulerConfig, ParallelConfig)
-_OWN_FIELDS = ("engine_core", "generation_config", "skip_tokenizer_init", "shutdown_timeout_s", "executor_class")
+_OWN_FIELDS: dict[str, Any] = {
+    "engine_core": str,
+    "generation_config": str,
+    "skip_tokenizer_init": bool,
+    "shutdown_timeout_s": float,
+    "executor_class": Any,
+}
 
 
 def option_names() -> list[str]:

@@ -1,7 +1,7 @@
 """`EngineCore`: scheduler, KV cache and executor put together, and one step of them. No Ray, no asyncio.
 
-`EngineCoreActor` drives it from an event loop, `InprocClient` by plain calls. A step is `begin_step` (schedule and dispatch)
-and `finish_step` (take the result in); whoever drives decides what happens in between.
+`EngineCoreActor` drives it from an event loop, `InprocClient` by plain calls. A step is `begin_step` (schedule and
+dispatch) and `finish_step` (take the result in); whoever drives decides what happens in between.
 """
 
 from __future__ import annotations

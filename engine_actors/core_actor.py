@@ -1,7 +1,7 @@
-"""`EngineCoreActor`: EngineCore in an asyncio Ray actor. Clients (`ray_core_link.py`) send messages and read one stream each.
+"""`EngineCoreActor`: EngineCore in an asyncio Ray actor. Clients (`ray_core_link.py`) send messages and read a stream.
 
 Methods only put messages on the input queue; the busy loop alone touches EngineCore. The event loop is never blocked:
-start-up and utilities that wait for workers run in threads, steps are awaited, and an idle loop sleeps on its queue.
+start-up and utilities that wait for workers run in threads, steps are awaited, and an idle loop sleeps on its event.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class EngineCoreActor:
         return self._core.info
 
     async def send(self, client_index: int, sequence: int, data: bytes) -> None:
-        """Messages of one client (`encode_messages`). `sequence` counts its calls from 0, which may arrive in any order."""
+        """Messages of one client (`encode_messages`). `sequence` counts its calls from 0; they come in any order."""
         try:
             for payload in self._inboxes.setdefault(client_index, Inbox()).accept(sequence, data):
                 for message in decode_messages(payload):

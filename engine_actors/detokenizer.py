@@ -1,9 +1,9 @@
 """Tokens to text, as they come: whole characters only, stop strings found wherever token borders fall.
 
-One `Detokenizer` per completion, held by `engine_actors.output_processor`. Concatenated deltas equal decoding all tokens
-at once. The tokenizers library's own DecodeStream is not used: it fails when a byte-fallback run turns out invalid
-after part of it was emitted, and when the prompt ends inside a character; the window below handles both and
-costs about the same (some 2 µs a token).
+One `Detokenizer` per completion, held by `engine_actors.output_processor`. Concatenated deltas equal decoding all
+tokens at once. The tokenizers library's own DecodeStream is not used: it fails when a byte-fallback run turns out
+invalid after part of it was emitted, and repeats the prompt's text when that ends inside a character. The window below
+handles both for about 1 µs more per token.
 """
 
 from __future__ import annotations
@@ -166,8 +166,8 @@ class IncrementalDecoder:
 class StopStrings:
     """Finds the stop string that is complete first, and tells how much of the text must be held back for one.
 
-    The result does not depend on how the text arrives in pieces: of all occurrences the one that ends first counts, and of
-    those ending together the longest.
+    The result does not depend on how the text arrives in pieces: of all occurrences the one that ends first counts, and
+    of those ending together the longest.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:

@@ -31,8 +31,8 @@ class EngineActor:
             print(ray.get(ref).outputs[0].text)
         ray.get(engine.shutdown.remote())
 
-    If the engine cannot start, the actor dies with EngineStartupError, and each call raises ray's ActorDiedError with that text.
-    Later errors arrive as what they are: `except InvalidRequestError` and `except EngineDeadError` work around ray.get.
+    If the engine cannot start, the actor dies with EngineStartupError, and each call raises Ray's ActorDiedError with
+    that text. Later errors arrive as what they are: `except EngineDeadError` around `ray.get` works.
     """
 
     def __init__(self, model: str, **kwargs: Any) -> None:
@@ -81,7 +81,7 @@ class EngineActor:
         *,
         priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
-        """The outputs of one request as they come; each carries what is new since the one before. Cancelling aborts it."""
+        """The outputs of one request as they come, each with what is new since the one before. Cancelling aborts it."""
         async for output in self._stream(prompt, sampling_params, request_id, priority, True):
             yield output
 
@@ -143,7 +143,7 @@ class EngineActor:
     async def collective_rpc(
         self,
         method: Any,
-        timeout: float | None = None,
+        timeout: float | None = None,  # noqa: ASYNC109  vLLM's name; the workers keep to it
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:

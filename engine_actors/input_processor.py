@@ -1,4 +1,4 @@
-"""Prompts and parameters → EngineCoreRequests: the front end's first half. Everything wrong with a request is found here.
+"""Prompts and parameters → EngineCoreRequests: the front end's first half. What is wrong with a request is found here.
 
 Owned by `LLMEngine` and `AsyncLLM`. Reads the tokenizer and the model's config files, never the weights.
 """

@@ -1,7 +1,7 @@
 """What travels between clients and EngineCoreActor, besides the scheduler's own wire types.
 
-Encoded once with msgspec and sent as bytes: clients call `EngineCoreActor.send`, outputs come over one stream per client.
-Ray may start two calls of one client in the wrong order, so each batch of messages carries a sequence number.
+Encoded once with msgspec and sent as bytes: clients call `EngineCoreActor.send`, outputs come over one stream per
+client. Ray may start two calls of one client in the wrong order, so each call carries a sequence number.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ShutdownMessage(msgspec.Struct, array_like=True, tag="shutdown", gc=False,
 
 
 class DisconnectMessage(msgspec.Struct, array_like=True, tag="disconnect", gc=False, frozen=True):
-    """DISCONNECT. The client is gone: its requests are aborted. Also made by the actor when a client's stream closes."""
+    """DISCONNECT. The client is gone: its requests are aborted. The actor makes one when a client's stream closes."""
 
 
 ClientMessage = AddMessage | AbortMessage | UtilityMessage | ShutdownMessage | DisconnectMessage

@@ -1,7 +1,7 @@
 """A client's connection to its EngineCoreActor: starting it, sending messages, reading the stream, killing it.
 
-Used by both Ray clients (`ray_clients.py`). The process that starts the actor owns it: when it dies, Ray ends the actor and
-with it the workers.
+Used by both Ray clients (`ray_clients.py`). The process that starts the actor owns it: when it dies, Ray ends the
+actor and with it the workers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Arguments and results of utility calls as bytes: functions and exceptions travel too, so cloudpickle (Ray's own copy).
+"""Arguments and results of utility calls as bytes. Functions and exceptions are among them, so by cloudpickle (Ray's).
 
 Both ends are parts of one engine; nothing that comes from users over the network is unpickled.
 """

@@ -1,7 +1,8 @@
 """An executor without a model, and model folders without weights, for fast tests of everything above the executor.
 
-`FakeExecutor` obeys the contract of `executors.base.Executor`: it keeps the persistent batch, and its next token is a hash of
-all tokens before it, the seed and whether the request is greedy. `expected_tokens` computes the same for one request alone.
+`FakeExecutor` obeys the contract of `executors.base.Executor`: it keeps the persistent batch, and its next token is a
+hash of all tokens before it and, unless the request is greedy, of the seed. `expected_tokens` computes the same for
+one request alone.
 It runs in any process: `executor_class=FakeExecutor`, or `functools.partial(FakeExecutor, step_s=0.01)`.
 """
 
@@ -245,7 +246,9 @@ CHAT_TEMPLATE = (
 CORPUS = ["The quick brown fox jumps over the lazy dog.", "naïve café Übergrößen", "你好，世界", "🙂👨‍👩‍👧 emoji"]
 
 
-def write_model_dir(folder: Path, *, generation_config: dict[str, Any] | None = None, chat_template: bool = True) -> Path:
+def write_model_dir(
+    folder: Path, *, generation_config: dict[str, Any] | None = None, chat_template: bool = True
+) -> Path:
     """A model folder with config and tokenizer (byte-level, 512 tokens at most), but no weights."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(CONFIG))
@@ -298,5 +301,3 @@ class WrappedTokenizer:
 
     def __init__(self, backend: Tokenizer) -> None:
         self.backend_tokenizer = backend
-
-

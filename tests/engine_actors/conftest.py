@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -38,3 +39,9 @@ def llm(fake_model_dir: Path) -> Iterator[LLM]:
     """An LLM over the fake executor, all in this process."""
     with LLM(str(fake_model_dir), engine_core="inproc", executor_class=FakeExecutor) as engine:
         yield engine
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    """Let the event loop turn until the condition holds; pytest's timeout is the limit."""
+    while not condition():  # noqa: ASYNC110  what is waited for happens in another process
+        await asyncio.sleep(0.001)

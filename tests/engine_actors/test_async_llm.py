@@ -16,6 +16,7 @@ from engine_actors.async_llm import AsyncLLM
 from engine_actors.config import EngineConfig
 from engine_actors.errors import EngineDeadError, InvalidRequestError, QueueFullError
 from scheduler.sampling_params import RequestOutputKind, SamplingParams
+from tests.engine_actors.conftest import until
 from tests.fakes import expected_tokens
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
@@ -83,8 +84,7 @@ async def test_leaving_a_generator_aborts_in_the_engine(make_llm: Make, how: str
         await generator.aclose()
     else:
         task = asyncio.create_task(tokens_of(engine, [5], long))
-        while not engine.output_processor.num_unfinished:
-            await asyncio.sleep(0)
+        await until(lambda: engine.output_processor.num_unfinished)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -126,7 +126,7 @@ async def test_queue_limit_is_the_callers_error(make_llm: Make, tmp_path: Path) 
     hold.touch()
     first = asyncio.create_task(tokens_of(engine, [5]))
     while not (await engine.client.link.health_async()).oldest_step_age_s:
-        await asyncio.sleep(0.001)
+        pass
     with pytest.raises(QueueFullError, match="max_num_queued_requests is 0"):
         await tokens_of(engine, [6])
     hold.unlink()
@@ -136,8 +136,7 @@ async def test_queue_limit_is_the_callers_error(make_llm: Make, tmp_path: Path) 
 async def test_slow_reader_gets_merged_deltas_and_misses_nothing(make_llm: Make) -> None:
     engine = make_llm()
     stream = await engine.add_request([5], DELTA)
-    while not stream.finished:
-        await asyncio.sleep(0.005)
+    await until(lambda: stream.finished)
     outputs = [output async for output in stream]
     assert len(outputs) == 1
     assert outputs[0].outputs[0].token_ids == expected_tokens([5], 20)
@@ -151,8 +150,7 @@ async def test_killed_core_ends_all_streams_and_later_calls(make_llm: Make, tmp_
     hold.touch()
     pending = [asyncio.create_task(tokens_of(engine, [5, i])) for i in range(8)]
     utility = asyncio.create_task(engine.collective_rpc(lambda worker: time.sleep(60)))
-    while engine.output_processor.num_unfinished < 8:
-        await asyncio.sleep(0.001)
+    await until(lambda: engine.output_processor.num_unfinished == 8)
     os.kill(pid, signal.SIGKILL)
     started = time.monotonic()
     results = await asyncio.gather(*pending, utility, return_exceptions=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -120,8 +121,9 @@ def test_worker_failing_in_a_step_ends_everything_with_its_text(make_engine: Mak
 
 def test_worker_failing_while_idle_is_told_by_the_next_call(make_engine: Make) -> None:
     engine = make_engine()
-    with pytest.raises(EngineDeadError, match="worker rank 1 died"):
+    with contextlib.suppress(EngineDeadError):  # the answer may still come, or not
         engine.collective_rpc("fail_now", args=("worker rank 1 died",))
+    with pytest.raises(EngineDeadError, match="worker rank 1 died"):
         run(engine)
 
 
