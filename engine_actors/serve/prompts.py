@@ -10,6 +10,7 @@ from engine_actors.serve.protocol import GenerationRequest
 from engine_actors.serve.tokenization import Tokenization, check_token_ids
 
 MAX_CACHE_SALT_CHARS = 128
+CUT_MARGIN_TOKENS = 256
 _SALT_FORBIDDEN = frozenset("@/\\\0")
 
 
@@ -104,6 +105,8 @@ async def to_prompt(
     if isinstance(given, str):
         if truncate_to is None:
             _refuse_hopeless_text(given, tokenization, limits)
+        else:
+            given = _shortened(given, truncate_to, _side(request, tokenization), tokenization)
         add_special = add_special_tokens if request.add_special_tokens is None else request.add_special_tokens
         token_ids = await tokenization.encode(given, add_special)
         text: str | None = given
@@ -111,8 +114,8 @@ async def to_prompt(
         check_token_ids(given, limits.vocab_size, param)
         token_ids, text = given, None
     if truncate_to is not None and len(token_ids) > truncate_to:
-        side = request.truncation_side or getattr(tokenization.tokenizer, "truncation_side", "right")
-        token_ids = token_ids[len(token_ids) - truncate_to :] if side == "left" else token_ids[:truncate_to]
+        is_left = _side(request, tokenization) == "left"
+        token_ids = token_ids[len(token_ids) - truncate_to :] if is_left else token_ids[:truncate_to]
         text = None
     if not token_ids:
         raise BadRequest(f"{param} must hold at least one token; it is empty after tokenisation", param)
@@ -142,6 +145,22 @@ def _truncation_limit(request: GenerationRequest, limits: PromptLimits) -> int |
         raise bad_value("truncate_prompt_tokens", wanted,
                         f"-1 (the model's limit) or 1 to {limits.max_model_len}")  # fmt: skip
     return wanted
+
+
+def _side(request: GenerationRequest, tokenization: Tokenization) -> str:
+    """Where truncation cuts."""
+    return request.truncation_side or str(getattr(tokenization.tokenizer, "truncation_side", "right"))
+
+
+def _shortened(text: str, truncate_to: int, side: str, tokenization: Tokenization) -> str:
+    """The part of a very long text that the kept tokens are in.
+
+    Twice as long as it need be even if each token were the vocabulary's longest, because tokens next to the cut change.
+    """
+    num_chars = (2 * truncate_to + CUT_MARGIN_TOKENS) * tokenization.max_token_chars
+    if len(text) <= num_chars:
+        return text
+    return text[-num_chars:] if side == "left" else text[:num_chars]
 
 
 def _refuse_hopeless_text(text: str, tokenization: Tokenization, limits: PromptLimits) -> None:

@@ -23,6 +23,8 @@ from engine_actors.serve.protocol import AbortRequest, DetokenizeRequest, Tokeni
 from engine_actors.serve.rates import Rates
 from engine_actors.serve.tokenization import check_token_ids
 
+PATH_SETTINGS = ("name_or_path", "tokenizer_file", "vocab_file", "merges_file")
+"""Settings of tokenizers that hold paths of this machine."""
 T = TypeVar("T", bound=msgspec.Struct)
 
 
@@ -111,8 +113,11 @@ class Routes:
     async def tokenizer_info(self, request: Request) -> Response:
         model = self._models.get(request.query_params.get("model"))
         tokenizer = model.tokenization.tokenizer
-        info = {key: value for key, value in getattr(tokenizer, "init_kwargs", {}).items() if _is_plain(value)}
-        return JSON({**info, "tokenizer_class": type(tokenizer).__name__, "chat_template": model.template.source})
+        settings = getattr(tokenizer, "init_kwargs", {})
+        info = {key: value for key, value in settings.items() if _is_plain(value) and key not in PATH_SETTINGS}
+        named = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
+        template = model.template.source
+        return JSON({**info, **named, "tokenizer_class": type(tokenizer).__name__, "chat_template": template})
 
     # Health and load
 

@@ -18,6 +18,8 @@ T = TypeVar("T")
 
 INLINE_CHARS = 1000
 """Texts up to here (about 0.3 ms) are tokenised on the event loop; a thread hand-over would cost as much."""
+LONG_CHARS = 100_000
+"""Longer texts (seconds, for megabytes) have a thread of their own, so that others do not wait for them."""
 MAX_THREADS = 4
 _BYTE_TOKEN = re.compile(r"^<0x([0-9A-Fa-f]{2})>$")
 TOKEN_CACHE_SIZE = 65536
@@ -38,6 +40,7 @@ class Tokenization:
         # A tokenizer in Python gets one thread only: nothing says that it may be called from two.
         threads = MAX_THREADS if self._backend is not None else 1
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
+        self._long_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize-long") if threads > 1 else self._threads
         vocabulary = tokenizer.get_vocab()
         self.size: int = max(vocabulary.values(), default=-1) + 1
         self.max_token_chars: int = max(map(len, vocabulary), default=1)
@@ -50,6 +53,9 @@ class Tokenization:
         """Token ids of `text`."""
         if len(text) <= INLINE_CHARS and self._backend is not None:
             return self._encode(text, add_special_tokens)
+        if len(text) > LONG_CHARS:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._long_thread, self._encode, text, add_special_tokens)
         return await self.in_thread(self._encode, text, add_special_tokens)
 
     async def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:

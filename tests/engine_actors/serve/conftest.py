@@ -10,6 +10,7 @@ import httpx
 import openai
 import pytest
 
+from engine_actors.serve import ServerSettings
 from engine_actors.serve import params as serve_params
 from scheduler.sampling_params import SamplingParams
 from scheduler.structured_params import StructuredOutputsParams
@@ -49,7 +50,7 @@ def full_params() -> type[SamplingParams]:
 def session_server(tokenizer: Any, full_params: type[SamplingParams]) -> Iterator[RunningServer]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(serve_params, "SamplingParams", full_params)
-        with running(tokenizer) as server:
+        with running(tokenizer, ServerSettings(first_output_wait_s=0.3)) as server:
             yield server
 
 
@@ -63,13 +64,26 @@ def server(session_server: RunningServer) -> Iterator[RunningServer]:
     assert session_server.llm.idle.wait(10)
 
 
-@pytest.fixture
-def client(server: RunningServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=30) as made:
+# Making a client takes 0.1 s, mostly for TLS it does not use: one of each per session.
+
+
+@pytest.fixture(scope="session")
+def session_client(session_server: RunningServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{session_server.url}/v1", api_key="none", max_retries=0, timeout=30) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def session_http(session_server: RunningServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=session_server.url, timeout=30) as made:
         yield made
 
 
 @pytest.fixture
-def http(server: RunningServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=30) as made:
-        yield made
+def client(server: RunningServer, session_client: openai.OpenAI) -> openai.OpenAI:
+    return session_client
+
+
+@pytest.fixture
+def http(server: RunningServer, session_http: httpx.Client) -> httpx.Client:
+    return session_http

@@ -79,8 +79,9 @@ class RunningServer:
 def running(tokenizer: Any, settings: ServerSettings | None = None, **options: Any) -> Iterator[RunningServer]:
     """A server over a fake engine; gone after the block."""
     llm = FakeLLM(tokenizer, MAX_MODEL_LEN)
+    names = options.pop("names", [MODEL, ALIAS])
     options = {"max_model_len": MAX_MODEL_LEN, "root": "models/smollm2", "cache_config": {"block_size": 16}, **options}
-    model = ServedModel.build([MODEL, ALIAS], llm, tokenizer, settings=settings, **options)
+    model = ServedModel.build(names, llm, tokenizer, settings=settings, **options)
     app = create_app([model], settings)
     listener = socket.create_server(("127.0.0.1", 0))
     server = _Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2))
