@@ -119,6 +119,7 @@ class FakeWorker:
         writes: Of the last step: block → request that wrote it.
         window_writes: The same for groups with a window.
         batch: Of the last step: row → request.
+        scheduled: Of the last step: request → tokens computed, in batch order.
     """
 
     def __init__(self, config: KVCacheConfig, *, samples: bool = True) -> None:
@@ -132,6 +133,7 @@ class FakeWorker:
         self.writes: dict[int, str] = {}
         self.window_writes: dict[int, str] = {}
         self.batch: dict[int, str] = {}
+        self.scheduled: dict[str, int] = {}
 
     def execute(self, message: SchedulerOutput) -> ModelRunnerOutput:
         assert message.step == self.last_step + 1, "a gap in the steps"
@@ -143,6 +145,7 @@ class FakeWorker:
         batch = [(self.rows[row], count) for row, count in zip(rows, counts, strict=True)]
         self.writes, self.window_writes = {}, {}
         self.batch = {index: self.rows[index].request_id for index in rows}
+        self.scheduled = {row.request_id: count for row, count in batch}
         states = [np.zeros(count, np.uint64) for _, count in batch]
         for group, window in enumerate(self.windows):
             for index, (row, count) in enumerate(batch):

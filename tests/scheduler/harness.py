@@ -91,6 +91,7 @@ class Harness:
         self.sent: dict[str, Sent] = {}
         self.messages: list[SchedulerOutput] = []
         self.num_preemptions = 0
+        self.num_scheduled_tokens = 0  # by the messages, less what statistics have reported
 
     # ---- what a test does
 
@@ -141,6 +142,10 @@ class Harness:
             self.in_flight.append((message, result, self.worker.writes, self.worker.batch))
         self.check()
         return message
+
+    def scheduled(self) -> dict[str, int]:
+        """Schedule one step; how many tokens each request computes in it, in batch order. Empty: none was possible."""
+        return {} if self.schedule() is None else self.worker.scheduled
 
     def update(self) -> dict[int, EngineCoreOutputs]:
         """Give the scheduler the oldest result."""
@@ -212,8 +217,6 @@ class Harness:
         assert not scheduler._retired
         assert not scheduler._in_flight
         assert not scheduler._ended_without_step
-        assert scheduler.reset_prefix_cache()
-        assert scheduler._kv.pool.num_cached == 0
 
     def check(self) -> None:
         """The invariants between calls."""
@@ -237,6 +240,7 @@ class Harness:
         rows = [request.row for request in scheduler._running]
         rows += [row for _, _, row in scheduler._retired] + scheduler._free_rows
         assert sorted(rows) == list(range(self.config.max_num_seqs))
+        assert scheduler._stats.num_scheduled_tokens == self.num_scheduled_tokens
         for request in scheduler._running:
             self._check_running(request, block_size)
         waiting = sum(request.status is RequestStatus.WAITING for request in scheduler._requests.values())
@@ -260,6 +264,7 @@ class Harness:
         assert len(rows) > 0
         assert min(counts) > 0
         assert sum(counts) <= self.config.max_num_batched_tokens
+        self.num_scheduled_tokens += sum(counts)
         for _, _, writes, batch in self.in_flight:
             for row, request_id in batch.items():
                 assert self.worker.batch.get(row, request_id) == request_id, f"row {row} is taken from {request_id}"
@@ -282,6 +287,7 @@ class Harness:
             assert output.num_tokens == []
             if output.stats is not None:
                 self.num_preemptions += output.stats.num_preemptions
+                self.num_scheduled_tokens -= output.stats.num_scheduled_tokens
             for request_id, token in zip(output.request_ids, output.token_ids, strict=True):
                 sent = self.sent[request_id]
                 assert sent.wire.client_index == client

@@ -91,6 +91,8 @@ def play(rng: random.Random) -> Harness:
         elif action == "abort" and harness.sent:
             harness.abort(rng.choice(sorted(harness.sent)))
     harness.run()
+    assert harness.scheduler.reset_prefix_cache()
+    assert harness.scheduler._kv.pool.num_cached == 0
     return harness
 
 
