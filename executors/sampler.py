@@ -27,6 +27,9 @@ NUM_BINS = 4096
 MAX_NOISE_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 26}
 """Elements of noise made at once for whole-vocabulary draws: cache-sized on CPU, memory-bounded on CUDA."""
 
+MAX_CONVERTED_ELEMENTS = 1 << 18
+"""Of logits converted to float32 at once on CPU."""
+
 _NEGATIVE_INFINITY = float("-inf")
 
 
@@ -77,12 +80,26 @@ def sample(logits: torch.Tensor, columns: SamplingColumns | None) -> torch.Tenso
         int64 [n]. A greedy row takes its largest logit, the lowest id among equals.
     """
     if columns is None:
-        return logits.argmax(dim=-1)
+        return _first_argmax(logits)
     if columns.rows is None:
         return _draw(logits.to(torch.float32), columns)
-    tokens = logits.argmax(dim=-1)
+    tokens = _first_argmax(logits)
     tokens[columns.rows] = _draw(logits[columns.rows].to(torch.float32), columns)
     return tokens
+
+
+def _first_argmax(values: torch.Tensor) -> torch.Tensor:
+    """Index of each row's largest value, the first among equals. [n, k] → int64 [n].
+
+    On CPU torch.argmax is not vectorised: numpy's is 6 times faster for float32, and for bfloat16 13 times in spite of
+    the conversion, which is done in pieces that stay in the cache.
+    """
+    if values.device.type != "cpu":
+        return values.argmax(dim=-1)
+    if values.dtype == torch.float32:
+        return torch.from_numpy(values.numpy().argmax(axis=-1))
+    chunks = values.split(max(1, MAX_CONVERTED_ELEMENTS // values.shape[-1]))
+    return torch.cat([torch.from_numpy(chunk.float().numpy().argmax(axis=-1)) for chunk in chunks])
 
 
 def _draw(logits: torch.Tensor, columns: SamplingColumns) -> torch.Tensor:
@@ -107,7 +124,7 @@ def _draw_from_all(logits: torch.Tensor, columns: SamplingColumns) -> torch.Tens
     for start in range(0, num_rows, num_chunk_rows):
         chunk = slice(start, start + num_chunk_rows)
         scores = gumbel_noise(keys[chunk], token_ids).add_(logits[chunk] / columns.temperature[chunk].unsqueeze(-1))
-        tokens.append(scores.argmax(dim=-1))
+        tokens.append(_first_argmax(scores))
     return torch.cat(tokens)
 
 
