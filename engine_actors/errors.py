@@ -11,6 +11,8 @@ __all__ = [
     "InvalidRequestError",
     "QueueFullError",
     "RequestAbortedError",
+    "RequestFailedError",
+    "request_error",
 ]
 
 
@@ -43,3 +45,18 @@ class EngineDeadError(RuntimeError):
 
 class RequestAbortedError(RuntimeError):
     """The request was aborted before it finished. HTTP 499."""
+
+
+class RequestFailedError(RuntimeError):
+    """Something went wrong inside the engine with this request alone; the others go on. HTTP 500."""
+
+
+_REQUEST_ERRORS: dict[str, type[Exception]] = {
+    error.__name__: error
+    for error in (EngineDeadError, InvalidRequestError, QueueFullError, RequestAbortedError, RequestFailedError)
+}
+
+
+def request_error(error_type: str | None, message: str) -> Exception:
+    """The public exception for a request the engine ended with an error (`FinishedRequest.error_type`)."""
+    return _REQUEST_ERRORS.get(error_type or "", RequestFailedError)(message)

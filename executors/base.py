@@ -33,6 +33,10 @@ class ExecutorFailedError(RuntimeError):
     """The executor cannot go on: a worker raised, died, or missed its deadline. The text names rank, node, cause."""
 
 
+class ResourcesUnavailableError(ExecutorFailedError):
+    """The cluster does not have, or did not free in time, what the workers need. The text lists both, per node."""
+
+
 FailureCallback = Callable[[ExecutorFailedError], None]
 
 

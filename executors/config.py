@@ -62,11 +62,12 @@ class ParallelConfig:
         pipeline_parallel_size: Consecutive groups of layers.
         distributed_executor_backend: "ray" (one actor per rank) or "uni" (in EngineCore's own process).
         device: "auto" is cuda when the cluster has GPUs enough (ray) or this process sees one (uni), else cpu.
-        num_cpus_per_worker: CPUs a CPU worker reserves in Ray; None divides a node's CPUs fairly.
+        num_cpus_per_worker: CPUs a CPU worker reserves in Ray; None is 1.
         num_gpus_per_worker: GPUs (may be a fraction) a CUDA worker reserves.
-        placement_strategy: Of the executor's own placement group; None packs TP ranks and spreads nothing.
+        placement_strategy: Of the executor's own placement group, whose bundles are pipeline stages where a node can
+            hold one, else ranks; None is PACK.
         worker_resources: Extra custom resources of each worker, e.g. {"accelerator_type:H100": 0.001}.
-        torch_num_threads: Threads per CPU worker; None is what it reserves in Ray, at least 1.
+        torch_num_threads: Threads per CPU worker; None divides the node's processors among its workers.
         step_timeout_s: Deadline of one step, in force on driver and workers.
         startup_timeout_s: Deadline for placing, starting and loading all workers.
     """
@@ -105,6 +106,10 @@ class ParallelConfig:
         if self.placement_strategy is not None and self.placement_strategy not in PLACEMENT_STRATEGIES:
             raise ValueError(
                 f"placement_strategy must be one of {PLACEMENT_STRATEGIES}, got {self.placement_strategy!r}")
-        for name in ("step_timeout_s", "startup_timeout_s"):
+        if self.torch_num_threads is not None and self.torch_num_threads < 1:
+            raise ValueError(f"torch_num_threads must be at least 1 or None, got {self.torch_num_threads!r}")
+        if self.num_cpus_per_worker is not None and self.num_cpus_per_worker <= 0:
+            raise ValueError(f"num_cpus_per_worker must be positive or None, got {self.num_cpus_per_worker!r}")
+        for name in ("num_gpus_per_worker", "step_timeout_s", "startup_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)!r}")

@@ -75,13 +75,20 @@ class SchedulerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     when that reaches the tokens it knows. Sampled tokens are kept at the worker; they are never sent back to it,
     except that under pipeline parallelism `known_tokens` tells the earlier stages.
 
+    A worker applies, in this order: `new_requests` (each replaces whatever was in its row), then `known_tokens` (each
+    is the next token of its row), then `new_blocks`; then it runs `rows`. Rows of ended and preempted requests are
+    simply not named any more. In each layer all requests' K/V are written before any are read: a request may have a
+    prefix hit on blocks that another one fills in the same step.
+
     Attributes:
         step: Counts from 1; workers refuse a gap.
-        rows: int32 column [num_reqs], the batch order.
+        rows: int32 column [num_reqs], the batch order: rows that need one token, then the others.
         num_scheduled_tokens: int32 column [num_reqs]; empty means one token for each row.
         new_requests: Requests that enter (or re-enter) the persistent batch with this step.
         new_blocks: Per KV group, blocks appended to tables of requests already in the batch; empty means none.
-        known_rows, known_tokens: int32 columns: tokens sampled in earlier steps, for stages that do not sample.
+        known_rows, known_tokens: int32 columns: tokens sampled by steps whose results came back since the last message,
+            in order, for stages that do not sample (the sampling stage has them already). Only with
+            `Scheduler(send_known_tokens=True)`; rows in `new_requests` are left out, whose tokens are complete.
         has_structured_output: The forward and the sampling are two calls; the second brings the grammar bitmask.
     """
 
@@ -126,6 +133,7 @@ class FinishedRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
         stop_reason: The stop token that ended it; None for EOS.
         error: Why, when the reason is ERROR.
         error_type: The class in `engine_actors.errors` the front end raises, e.g. "QueueFullError".
+        num_preemptions: Times the request lost its blocks and was recomputed.
     """
 
     request_id: str
@@ -133,6 +141,7 @@ class FinishedRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     stop_reason: int | str | None = None
     error: str | None = None
     error_type: str | None = None
+    num_preemptions: int = 0
 
 
 class RequestEvents(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, frozen=True):

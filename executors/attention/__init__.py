@@ -1,1 +1,1 @@
-"""executors.attention"""
+"""Attention over paged KV: the interface (`base`), the backends, and `registry.get_backend`."""

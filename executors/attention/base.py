@@ -7,7 +7,8 @@ attends to all cached tokens before it and to itself. The model runner builds on
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -24,6 +25,10 @@ class AttentionMetadata:
         block_table: int32 [num_reqs, max_blocks], block ids in token order; 0 where none (or behind a window).
         slot_mapping: int64 [num_tokens], where each new token's K/V goes: block id × block_size + offset.
         block_size: Tokens per block.
+        prompt_lens: int32 [num_reqs], prompt tokens of each request; only non-causal layers read it. None: every new
+            token is a prompt token.
+        plans: What a backend worked out for this batch in its first layer and reuses in the others of the group.
+            The runner leaves it empty.
     """
 
     num_reqs: int
@@ -35,6 +40,8 @@ class AttentionMetadata:
     block_table: torch.Tensor
     slot_mapping: torch.Tensor
     block_size: int
+    prompt_lens: torch.Tensor | None = None
+    plans: dict[Any, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +66,11 @@ class AttentionParams:
 
 
 class AttentionBackend(ABC):
-    """Stateless. The cache of a layer is one tensor of `kv_cache_shape`, whose layout the backend owns."""
+    """Stateless. The cache of a layer is one tensor of `kv_cache_shape`, whose layout the backend owns.
+
+    Its dtype may differ from the model's. Allocate it zeroed: a backend may read slots no token was written to yet,
+    whose numbers it gives no weight but which must be finite.
+    """
 
     name: str
 
@@ -69,8 +80,15 @@ class AttentionBackend(ABC):
         """Shape whose first dimension is num_blocks, holding keys and values."""
 
     @abstractmethod
-    def forward(self, params: AttentionParams, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-                kv_cache: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+    def forward(
+        self,
+        params: AttentionParams,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
         """Write key/value [num_tokens, num_kv_heads, head_size] into the cache, then attend.
 
         Args:

@@ -1,1 +1,1 @@
-"""executors.models"""
+"""Model families on one decoder implementation: `registry.build_model`, `base.CausalLM`."""

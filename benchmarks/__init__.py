@@ -1,0 +1,1 @@
+"""Benchmarks anyone can run; each prints what it compares, in one run."""

@@ -1,0 +1,353 @@
+"""`AsyncLLM`: the asyncio front end. One async generator per request, one task that reads the outputs of all."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+from typing import Any
+
+from engine_actors.clients import EngineCoreClient
+from engine_actors.config import EngineConfig
+from engine_actors.errors import EngineDeadError, InvalidRequestError
+from engine_actors.input_processor import InputProcessor, ProcessedRequest, PromptType, load_tokenizer
+from engine_actors.llm import as_prompt_list, broadcast
+from engine_actors.output_processor import OutputProcessor
+from engine_actors.outputs import RequestOutput
+from scheduler.sampling_params import RequestOutputKind, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+THREAD_TOKENISE_CHARS = 20_000
+"""Longer texts are tokenised in a thread, so that the event loop goes on."""
+OUTPUTS_PER_TURN = 256
+"""Requests whose outputs are processed before other tasks get a turn."""
+
+
+class RequestStream:
+    """The outputs of one request, as they come. Those nobody has read yet are merged: a slow reader costs no memory.
+
+    An async iterator that ends after the finished output. Raises the request's error, and EngineDeadError.
+    """
+
+    def __init__(self, request: ProcessedRequest) -> None:
+        self.request_id = request.parent.request_id
+        self._kind = request.parent.params.output_kind
+        self._unread: RequestOutput | None = None
+        self._changed = asyncio.Event()
+        self._finished = False
+        self._error: Exception | None = None
+        request.parent.sink = self._put
+
+    def __aiter__(self) -> AsyncIterator[RequestOutput]:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        while self._unread is None:
+            if self._error is not None:
+                raise self._error
+            if self._finished:
+                raise StopAsyncIteration
+            self._changed.clear()
+            await self._changed.wait()
+        output, self._unread = self._unread, None
+        if output.error is not None:
+            self._error = output.error
+            raise output.error
+        return output
+
+    @property
+    def finished(self) -> bool:
+        return self._finished
+
+    def fail(self, error: Exception) -> None:
+        self._error, self._finished = error, True
+        self._changed.set()
+
+    def _put(self, output: RequestOutput) -> None:
+        if self._unread is None:
+            self._unread = output
+        else:
+            self._unread.merge(output, self._kind)
+        self._finished = output.finished
+        self._changed.set()
+
+
+class AsyncLLM:
+    """An engine for asyncio programs. Construct it anywhere, use it from one event loop at a time.
+
+        engine = AsyncLLM("path/to/model")
+        async for output in engine.generate("Hello", SamplingParams(max_tokens=32)): ...
+        engine.shutdown()
+
+    Args:
+        model: Local Hugging Face directory, or a hub id.
+        **kwargs: Everything `EngineConfig.from_kwargs` takes. `engine_core` must be "actor".
+
+    Raises:
+        TypeError, ValueError: An unknown or wrong option.
+        EngineStartupError: The engine could not start; the text has the root cause.
+    """
+
+    def __init__(self, model: str, **kwargs: Any) -> None:
+        self._start(EngineConfig.from_kwargs(model, **kwargs))
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> AsyncLLM:
+        """Same, from a config made before."""
+        engine = cls.__new__(cls)
+        engine._start(config)
+        return engine
+
+    def _start(self, config: EngineConfig) -> None:
+        self.config = config
+        self.tokenizer = load_tokenizer(config)
+        self.client = EngineCoreClient.make_client(config, asyncio_mode=True)
+        try:
+            self.input_processor = InputProcessor(
+                config, self.tokenizer, self.client.info.max_model_len, self.client.client_index
+            )
+        except BaseException:
+            self.client.shutdown(0.0)
+            raise
+        self.output_processor = OutputProcessor(self.tokenizer)
+        self._streams: dict[str, RequestStream] = {}
+        self._ids = itertools.count()
+        self._output_task: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    # Requests
+
+    async def generate(
+        self,
+        prompt: PromptType,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """The outputs of one request. Leaving, closing or cancelling the iteration aborts the request in the engine.
+
+        Raises:
+            InvalidRequestError: At the first iteration, before anything reached the engine.
+            EngineDeadError: The engine has failed.
+        """
+        stream = await self.add_request(prompt, sampling_params, request_id, priority=priority)
+        try:
+            async for output in stream:
+                yield output
+        finally:
+            self.drop(stream)
+
+    async def add_request(
+        self,
+        prompt: PromptType,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        add_special_tokens: bool = True,
+    ) -> RequestStream:
+        """Queue a request; it is checked when this returns. Pass the stream to `drop` if you stop reading it early."""
+        ids = None if request_id is None else [request_id]
+        streams = await self.add_requests([prompt], sampling_params, ids, priority, add_special_tokens)
+        return streams[0]
+
+    async def add_requests(
+        self,
+        prompts: Sequence[PromptType],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        request_ids: Sequence[str] | None = None,
+        priority: int | Sequence[int] = 0,
+        add_special_tokens: bool = True,
+    ) -> list[RequestStream]:
+        """Queue several requests in one message; if one of them is wrong, none."""
+        self._start_output_task()
+        params = broadcast("sampling_params", sampling_params, len(prompts))
+        priorities = broadcast("priority", priority, len(prompts))
+        ids = list(request_ids or (f"request-{next(self._ids)}" for _ in prompts))
+        arguments = (ids, list(prompts), params, priorities)
+        if _num_chars(prompts) > THREAD_TOKENISE_CHARS:
+            requests = await asyncio.to_thread(
+                self.input_processor.process_batch, *arguments, add_special_tokens=add_special_tokens
+            )
+        else:
+            requests = self.input_processor.process_batch(*arguments, add_special_tokens=add_special_tokens)
+        return self._submit(requests)
+
+    async def generate_all(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int | Sequence[int] = 0,
+        add_special_tokens: bool = True,
+    ) -> list[RequestOutput]:
+        """One finished output for each prompt, in their order. Cancelling aborts all of them."""
+        batch = as_prompt_list(prompts)
+        default = self.input_processor.default_sampling_params()
+        params = [
+            p.clone(output_kind=RequestOutputKind.FINAL_ONLY) if isinstance(p, SamplingParams) else p
+            for p in broadcast("sampling_params", sampling_params or default, len(batch))
+        ]
+        streams = await self.add_requests(batch, params, None, priority, add_special_tokens)
+        try:
+            return [await anext(stream) for stream in streams]
+        finally:
+            for stream in streams:
+                self.drop(stream)
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """A conversation as prompt text; see `InputProcessor.render_chat`. Add no special tokens to it."""
+        return self.input_processor.render_chat(messages, **options)
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End requests early; their streams end with finish_reason "abort". Unknown ids are ignored."""
+        request_ids = [request_id] if isinstance(request_id, str) else request_id
+        children = self.output_processor.take_children(request_ids)
+        if children:
+            self.client.abort_requests(children)
+
+    def drop(self, stream: RequestStream) -> None:
+        """Abort a request nobody reads any more, unless it has ended."""
+        self._streams.pop(stream.request_id, None)
+        if stream.finished or not self.output_processor.is_unfinished(stream.request_id):
+            return
+        children = self.output_processor.take_children([stream.request_id])
+        self.output_processor.forget([stream.request_id])
+        if children and self.client.dead_error is None:
+            try:
+                self.client.abort_requests(children)
+            except EngineDeadError:
+                logger.debug("Request %s was dropped after the engine's end", stream.request_id)
+
+    # The engine
+
+    @property
+    def dead_error(self) -> EngineDeadError | None:
+        """Why the engine has ended; None while it lives."""
+        return self.client.dead_error
+
+    @property
+    def errored(self) -> bool:
+        return self.client.dead_error is not None
+
+    @property
+    def is_running(self) -> bool:
+        return self.client.dead_error is None
+
+    def get_tokenizer(self) -> Any:
+        return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        return self.input_processor.default_sampling_params()
+
+    async def check_health(self) -> None:
+        """Raise EngineDeadError unless the engine is alive and its step loop not stuck."""
+        await self.client.check_health_async()
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes; False while requests hold blocks."""
+        return bool(await self.call_utility("reset_prefix_cache"))
+
+    async def collective_rpc(
+        self,
+        method: Any,
+        timeout: float | None = None,  # noqa: ASYNC109  vLLM's name; the workers keep to it
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a worker method by name, or a function that takes the worker first, on every worker; results by rank."""
+        return list(await self.call_utility("collective_rpc", method, timeout, args, kwargs))
+
+    async def call_utility(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a utility of EngineCore by name; raises what it raises."""
+        self._start_output_task()
+        return await self.client.call_utility_async(name, *args, **kwargs)
+
+    def shutdown(self, timeout_s: float | None = None) -> None:
+        """Stop the engine and give everything back. Idempotent. Blocks; on an event loop prefer `shutdown_async`.
+
+        Requests in flight are aborted, or with a timeout go on for up to so long; their streams then end.
+        """
+        self.client.shutdown(timeout_s)
+        self._after_shutdown()
+
+    async def shutdown_async(self, timeout_s: float | None = None) -> None:
+        """Same, while the event loop goes on; returns when the streams have ended."""
+        await self.client.shutdown_async(timeout_s)
+        self._after_shutdown()
+        if self._output_task is not None:
+            await asyncio.wait([self._output_task])
+
+    # Inside
+
+    def _submit(self, requests: Sequence[ProcessedRequest]) -> list[RequestStream]:
+        ids = [request.parent.request_id for request in requests]
+        for index, request_id in enumerate(ids):
+            if self.output_processor.is_unfinished(request_id) or request_id in ids[:index]:
+                raise InvalidRequestError(f"request_id {request_id!r} is in use by an unfinished request", "request_id")
+        streams = [RequestStream(request) for request in requests]
+        self.client.add_requests([child for request in requests for child in request.children])
+        for request, stream in zip(requests, streams, strict=True):
+            self.output_processor.add(request.parent, request.children)
+            self._streams[stream.request_id] = stream
+        return streams
+
+    def _start_output_task(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._output_task is not None and self._loop is loop and not self._output_task.done():
+            return
+        if self._output_task is not None and not self._output_task.done() and not self._loop_is_closed():
+            raise RuntimeError("AsyncLLM is in use by another event loop; use it from one at a time")
+        error = self.client.dead_error
+        if error is not None:
+            raise EngineDeadError(str(error)) from error.__cause__
+        self._loop = loop
+        self._output_task = loop.create_task(self._read_outputs(), name="engine-actors-outputs")
+
+    def _loop_is_closed(self) -> bool:
+        return self._loop is None or self._loop.is_closed()
+
+    async def _read_outputs(self) -> None:
+        """The output task: give each request its outputs, until the engine ends."""
+        try:
+            while True:
+                for outputs in await self.client.get_output_async():
+                    processed = self.output_processor.process(outputs)
+                    if processed.aborts:
+                        self.client.abort_requests(processed.aborts)
+                    if len(outputs.request_ids) > OUTPUTS_PER_TURN:
+                        await asyncio.sleep(0)
+        except EngineDeadError as error:
+            self._fail_streams(error)
+        except Exception as error:
+            logger.exception("The output task failed")
+            self._fail_streams(EngineDeadError(f"reading the engine's outputs failed: {error!r}"))
+            self.client.shutdown(0.0)
+
+    def _fail_streams(self, error: EngineDeadError) -> None:
+        streams, self._streams = list(self._streams.values()), {}
+        self.output_processor.forget([stream.request_id for stream in streams])
+        for stream in streams:
+            if not stream.finished:
+                failure = EngineDeadError(str(error))
+                failure.__cause__ = error.__cause__
+                stream.fail(failure)
+
+    def _after_shutdown(self) -> None:
+        """When nothing more can come, end what still waits."""
+        task = self._output_task
+        if task is not None and not task.done() and not self.client.link.is_connected:
+            if not self._loop_is_closed():
+                task.cancel()
+            self._fail_streams(EngineDeadError("the engine was shut down"))
+
+
+def _num_chars(prompts: Sequence[Any]) -> int:
+    total = 0
+    for prompt in prompts:
+        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+        total += len(text) if isinstance(text, str) else 0
+    return total

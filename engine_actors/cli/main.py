@@ -1,0 +1,41 @@
+"""`engine-actors`: the command line. Each command lives in a module of its own; this one only puts them together."""
+
+from __future__ import annotations
+
+import logging
+from typing import Annotated
+
+import typer
+
+from engine_actors.cli.fetch_model import fetch_model_command
+from engine_actors.cli.generate import generate_command
+
+app = typer.Typer(
+    name="engine-actors",
+    help="Engine Actors: an LLM inference engine whose parts are Ray actors.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("generate")(generate_command)
+app.command("fetch-model")(fetch_model_command)
+
+
+@app.callback()
+def configure(
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show what the engine logs.")] = False,
+) -> None:
+    """Set up logging for every command."""
+    logging.basicConfig(
+        level=logging.INFO if verbose else logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,236 @@
+"""`EngineCore`: scheduler, KV cache and executor put together, and one step of them. No Ray, no asyncio.
+
+`EngineCoreActor` drives it from an event loop, `InprocClient` by plain calls. A step is `begin_step` (schedule and
+dispatch) and `finish_step` (take the result in); whoever drives decides what happens in between.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from engine_actors.config import EngineConfig
+from executors.base import Executor, StepFuture
+from kv.planner import CapacityReport, KVCachePlan, plan_kv_cache
+from scheduler.errors import QueueFullError, RequestRefusedError
+from scheduler.output import (
+    EngineCoreOutputs,
+    FinishedRequest,
+    FinishReason,
+    ModelRunnerOutput,
+    SchedulerOutput,
+)
+from scheduler.request import EngineCoreRequest
+from scheduler.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+OutputsByClient = dict[int, EngineCoreOutputs]
+
+
+@dataclass(frozen=True)
+class CoreInfo:
+    """What start-up settled; clients get it when the engine is ready.
+
+    Attributes:
+        max_model_len: Longest prompt + output.
+        capacity: Of the KV cache.
+    """
+
+    max_model_len: int
+    capacity: CapacityReport
+
+
+@dataclass(slots=True)
+class PendingStep:
+    """A step that was dispatched and not yet finished."""
+
+    scheduled: SchedulerOutput
+    future: StepFuture[ModelRunnerOutput | None]
+
+
+class EngineCore:
+    """One engine: its executor, its scheduler, and the requests of all clients.
+
+    Construction starts the workers and loads the model; it may take minutes.
+
+    Raises:
+        ValueError: The configuration cannot work, e.g. the KV cache is too small for one sequence.
+        ExecutorFailedError: A worker failed while starting.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.executor = make_executor(config)
+        try:
+            plan = _initialize_kv_cache(self.executor, config)
+            self.config = _settle(config, plan)
+            self.scheduler = Scheduler(
+                self.config.scheduler_config,
+                self.config.cache_config,
+                plan.configs[0],
+                max_concurrent_batches=self.executor.max_concurrent_batches,
+                send_known_tokens=config.parallel_config.pipeline_parallel_size > 1,
+            )
+        except BaseException:
+            self.executor.shutdown()
+            raise
+        self.info = CoreInfo(plan.max_model_len, plan.report)
+        self.max_concurrent_batches = self.executor.max_concurrent_batches
+        self._batch_queue: deque[PendingStep] = deque()
+        self._refused: dict[int, list[FinishedRequest]] = {}
+        self.step_fn = self.step if self.max_concurrent_batches == 1 else self.step_with_batch_queue
+        self._utilities: dict[str, tuple[Callable[..., Any], bool]] = {
+            "reset_prefix_cache": (self.scheduler.reset_prefix_cache, False),
+            "check_health": (self.executor.check_health, True),
+            "collective_rpc": (self.executor.collective_rpc, True),
+        }
+
+    # Requests
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """Queue a request. A refusal does not raise: it becomes the request's end, in the next outputs."""
+        try:
+            self.scheduler.add_request(request)
+        except RequestRefusedError as error:
+            self.refuse_request(request, str(error), "InvalidRequestError")
+        except QueueFullError as error:
+            self.refuse_request(request, str(error), "QueueFullError")
+
+    def refuse_request(self, request: EngineCoreRequest, error: str, error_type: str) -> None:
+        """End a request that was never queued, with an error for its front end to raise."""
+        refusal = FinishedRequest(request.request_id, FinishReason.ERROR, error=error, error_type=error_type)
+        self._refused.setdefault(request.client_index, []).append(refusal)
+
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
+        """End requests early; unknown ids are ignored."""
+        self.scheduler.abort_requests(request_ids)
+
+    def abort_all(self) -> None:
+        self.scheduler.abort_all()
+
+    def has_requests(self) -> bool:
+        """Some request is unfinished, or some dispatched step is."""
+        return self.scheduler.has_requests()
+
+    def take_outputs(self) -> OutputsByClient:
+        """Ends that needed no step: aborts and refusals."""
+        outputs = self.scheduler.take_outputs()
+        for client_index, refused in self._refused.items():
+            outputs.setdefault(client_index, EngineCoreOutputs()).finished.extend(refused)
+        self._refused.clear()
+        return outputs
+
+    # Steps
+
+    @property
+    def has_steps_in_flight(self) -> bool:
+        """Whether `step_with_batch_queue` has dispatched steps it has not waited for."""
+        return bool(self._batch_queue)
+
+    def begin_step(self) -> PendingStep | None:
+        """Schedule and dispatch, without waiting. None: nothing can run now."""
+        scheduled = self.scheduler.schedule()
+        if scheduled is None:
+            return None
+        return PendingStep(scheduled, self.executor.execute_model(scheduled))
+
+    def finish_step(self, pending: PendingStep, output: ModelRunnerOutput | None) -> OutputsByClient:
+        """Take in the result of the oldest pending step. Aborts must have been passed on before."""
+        if output is None:
+            raise RuntimeError(f"step {pending.scheduled.step} brought no sampled tokens")
+        outputs = self.scheduler.update_from_output(pending.scheduled, output)
+        for client_index, ends in self.take_outputs().items():
+            if client_index in outputs:
+                outputs[client_index].finished.extend(ends.finished)
+            else:
+                outputs[client_index] = ends
+        return outputs
+
+    def step(self) -> OutputsByClient:
+        """One step, waited for."""
+        pending = self.begin_step()
+        if pending is None:
+            return self.take_outputs()
+        return self.finish_step(pending, pending.future.result())
+
+    def step_with_batch_queue(self) -> OutputsByClient:
+        """One turn with up to `max_concurrent_batches` steps in flight: fill the queue first, then wait for the oldest.
+
+        Returns nothing while the queue is being filled and its oldest step still runs.
+        """
+        queue = self._batch_queue
+        if len(queue) < self.max_concurrent_batches:
+            pending = self.begin_step()
+            if pending is not None:
+                queue.append(pending)
+                if len(queue) < self.max_concurrent_batches and not queue[0].future.done():
+                    return self.take_outputs()
+        if not queue:
+            return self.take_outputs()
+        pending = queue.popleft()
+        return self.finish_step(pending, pending.future.result())
+
+    # Utilities
+
+    def utility(self, name: str) -> tuple[Callable[..., Any], bool]:
+        """The utility, and whether it waits for workers (and must not run on an event loop).
+
+        Raises:
+            ValueError: No utility of that name.
+        """
+        if name not in self._utilities:
+            raise ValueError(f"unknown utility {name!r}; known are {', '.join(sorted(self._utilities))}")
+        return self._utilities[name]
+
+    def shutdown(self) -> None:
+        """Stop the workers. Idempotent."""
+        self.executor.shutdown()
+
+
+def make_executor(config: EngineConfig) -> Executor:
+    """The executor the config names, loaded. Imported here so that each pulls in only what it needs."""
+    make: Callable[..., Executor]
+    if config.executor_class is not None:
+        make = config.executor_class
+    elif config.parallel_config.distributed_executor_backend == "ray":
+        from executors.ray_executor import RayExecutor as make
+    else:
+        from executors.uniproc import UniProcExecutor as make
+    return make(config.model_config, config.cache_config, config.scheduler_config, config.parallel_config)
+
+
+def _initialize_kv_cache(executor: Executor, config: EngineConfig) -> KVCachePlan:
+    """Ask the workers what they need and have, divide it, and let them allocate."""
+    specs = executor.get_kv_cache_specs()
+    cache_config = config.cache_config
+    if cache_config.num_gpu_blocks_override is None and cache_config.kv_cache_memory_bytes is None:
+        available = executor.determine_available_memory()
+    else:
+        available = [0] * len(specs)
+    plan = plan_kv_cache(
+        specs,
+        available,
+        cache_config,
+        max_model_len=config.scheduler_config.max_model_len,
+        max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
+        auto_fit=config.model_config.max_model_len == -1,
+    )
+    executor.initialize_from_config(plan.configs)
+    logger.info("%s", plan.report)
+    return plan
+
+
+def _settle(config: EngineConfig, plan: KVCachePlan) -> EngineConfig:
+    """The config as the model and the memory allow it."""
+    config = config.with_max_model_len(plan.max_model_len)
+    if not plan.configs[0].has_non_causal_layers:
+        return config
+    logger.info("The model has non-causal layers: chunked prefill and prefix caching are off")
+    return replace(
+        config,
+        scheduler_config=replace(config.scheduler_config, enable_chunked_prefill=False),
+        cache_config=replace(config.cache_config, enable_prefix_caching=False),
+    )

@@ -1,0 +1,326 @@
+"""`EngineCoreActor`: EngineCore in an asyncio Ray actor. Clients (`ray_core_link.py`) send messages and read a stream.
+
+Methods only put messages on the input queue; the busy loop alone touches EngineCore. The event loop is never blocked:
+start-up and utilities that wait for workers run in threads, steps are awaited, and an idle loop sleeps on its event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from engine_actors.config import EngineConfig
+from engine_actors.core import CoreInfo, EngineCore, OutputsByClient, PendingStep
+from engine_actors.core_streams import Inbox, Outbox
+from engine_actors.errors import EngineDeadError
+from engine_actors.messages import (
+    AbortMessage,
+    AddMessage,
+    DisconnectMessage,
+    ExecutorFailed,
+    FromClient,
+    InputMessage,
+    ShutdownMessage,
+    UtilityMessage,
+    Wakeup,
+    decode_messages,
+)
+from engine_actors.ray_places import place_of_this_process
+from engine_actors.ray_utilities import utility_arguments, utility_failure, utility_result
+from executors.base import ExecutorFailedError, StepFuture
+from scheduler.output import ModelRunnerOutput
+
+logger = logging.getLogger(__name__)
+
+YIELD_S = 0.001
+"""Pause when work remains, but no step can run and none is in flight."""
+
+
+@dataclass(frozen=True)
+class HealthReport:
+    """The step loop as its own process sees it.
+
+    Attributes:
+        state: "running", "stopping", "stopped" or "dead".
+        cause: Why it is dead.
+        oldest_step_age_s: How long the oldest dispatched step has been running; 0 when none is.
+        since_progress_s: Seconds since the loop last finished a step or found nothing to do.
+    """
+
+    state: str
+    cause: str | None
+    num_steps: int
+    oldest_step_age_s: float
+    since_progress_s: float
+
+
+@dataclass(slots=True)
+class _InFlight:
+    pending: PendingStep
+    result: asyncio.Task[ModelRunnerOutput | None]
+    dispatched_s: float
+
+
+class EngineCoreActor:
+    """The actor. Call `start`, then `outputs` for each client; everything else goes through `send`."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        # Blocking calls of Ray happen in threads here, not on the event loop.
+        os.environ["RAY_WARN_BLOCKING_GET_INSIDE_ASYNC"] = "0"
+        self._config = config
+        self._queue: deque[InputMessage] = deque()
+        self._changed = asyncio.Event()
+        self._inboxes: dict[int, Inbox] = {}
+        self._outboxes: dict[int, Outbox] = {}
+        self._requests: dict[int, set[str]] = {}
+        self._core: EngineCore
+        self._busy_loop_task: asyncio.Task[None]
+        self._in_flight: deque[_InFlight] = deque()
+        self._utility: asyncio.Task[None] | None = None
+        self._waiting_utilities: deque[tuple[int, UtilityMessage]] = deque()
+        self._state = "running"
+        self._cause: str | None = None
+        self._num_steps = 0
+        self._progress_s = time.monotonic()
+
+    # Methods that clients call
+
+    async def start(self) -> CoreInfo:
+        """Start the workers, load the model and begin to serve. Raises what went wrong; the actor is then of no use."""
+        loop = asyncio.get_running_loop()
+        self._core = await asyncio.to_thread(EngineCore, self._config)
+
+        def on_failure(error: ExecutorFailedError) -> None:
+            loop.call_soon_threadsafe(self._put, ExecutorFailed(error))
+
+        self._core.executor.register_failure_callback(on_failure)
+        self._busy_loop_task = asyncio.create_task(self._run())
+        return self._core.info
+
+    async def send(self, client_index: int, sequence: int, data: bytes) -> None:
+        """Messages of one client (`encode_messages`). `sequence` counts its calls from 0; they come in any order."""
+        try:
+            for payload in self._inboxes.setdefault(client_index, Inbox()).accept(sequence, data):
+                for message in decode_messages(payload):
+                    self._put(FromClient(client_index, message))
+        except Exception as error:
+            logger.exception("Client %d sent messages that cannot be read", client_index)
+            self._put(FromClient(client_index, DisconnectMessage()))
+            self._outbox(client_index).die(f"messages that EngineCore cannot read: {error}")
+
+    async def outputs(self, client_index: int) -> AsyncIterator[bytes]:
+        """Everything for one client, as encoded OutputBatches. Closing the stream aborts the client's requests."""
+        outbox = self._outbox(client_index)
+        finished = False
+        try:
+            async for batch in outbox.batches():
+                yield batch
+            finished = True
+        finally:
+            if not finished:
+                self._put(FromClient(client_index, DisconnectMessage()))
+
+    async def health(self) -> HealthReport:
+        now = time.monotonic()
+        oldest = now - self._in_flight[0].dispatched_s if self._in_flight else 0.0
+        return HealthReport(self._state, self._cause, self._num_steps, oldest, now - self._progress_s)
+
+    async def where(self) -> str:
+        return place_of_this_process()
+
+    # The busy loop
+
+    async def _run(self) -> None:
+        try:
+            await self._busy_loop()
+        except _StopNow:
+            self._state = "stopped"
+        except Exception as error:
+            self._die(error)
+        for step in self._in_flight:
+            step.result.cancel()
+        # Workers and their placement group are given back before clients hear of the end.
+        try:
+            await asyncio.to_thread(self._core.shutdown)
+        except Exception:
+            logger.exception("Shutting down the executor failed")
+        for outbox in self._outboxes.values():
+            outbox.stop()
+
+    async def _busy_loop(self) -> None:
+        core = self._core
+        while True:
+            self._changed.clear()
+            # First of all: aborts count before the tokens of a step that has ended meanwhile.
+            self._drain_input()
+            if self._state == "stopping" and not core.has_requests():
+                self._publish(core.take_outputs())
+                raise _StopNow
+            if self._begin_step() or self._finish_step():
+                continue
+            self._publish(core.take_outputs())
+            if not self._in_flight:
+                self._progress_s = time.monotonic()
+                if self._utility is None and core.has_requests():
+                    await asyncio.sleep(YIELD_S)
+                    continue
+            await self._changed.wait()
+
+    def _begin_step(self) -> bool:
+        """Dispatch a step if another may be in flight and there is something to run."""
+        core = self._core
+        if self._utility is not None or len(self._in_flight) >= core.max_concurrent_batches:
+            return False
+        pending = core.begin_step() if core.has_requests() else None
+        if pending is None:
+            return False
+        result = asyncio.ensure_future(_result_of(pending.future))
+        result.add_done_callback(self._on_result)
+        self._in_flight.append(_InFlight(pending, result, time.monotonic()))
+        return True
+
+    def _on_result(self, result: asyncio.Task[Any]) -> None:
+        if not result.cancelled():
+            # Marks it as seen: after a failure nobody asks for the results of the steps behind it.
+            result.exception()
+        self._changed.set()
+
+    def _finish_step(self) -> bool:
+        """Take in the oldest step's result, if it is there."""
+        if not self._in_flight or not self._in_flight[0].result.done():
+            return False
+        step = self._in_flight.popleft()
+        outputs = self._core.finish_step(step.pending, step.result.result())
+        self._num_steps += 1
+        self._progress_s = time.monotonic()
+        self._publish(outputs)
+        return True
+
+    # Input
+
+    def _put(self, message: InputMessage) -> None:
+        self._queue.append(message)
+        self._changed.set()
+
+    def _drain_input(self) -> None:
+        while self._queue:
+            message = self._queue.popleft()
+            match message:
+                case FromClient(client_index, client_message):
+                    self._handle(client_index, client_message)
+                case ExecutorFailed(error):
+                    raise error
+                case Wakeup():
+                    self._start_waiting_utility()
+
+    def _handle(self, client_index: int, message: Any) -> None:
+        match message:
+            case AddMessage(requests):
+                self._add(client_index, requests)
+            case AbortMessage(request_ids):
+                self._core.abort_requests(request_ids)
+            case UtilityMessage():
+                self._call_utility(client_index, message)
+            case ShutdownMessage(timeout_s):
+                self._begin_shutdown(timeout_s)
+            case DisconnectMessage():
+                self._core.abort_requests(self._requests.pop(client_index, ()))
+                self._outbox(client_index).close()
+
+    def _add(self, client_index: int, requests: list[Any]) -> None:
+        own = self._requests.setdefault(client_index, set())
+        for request in requests:
+            own.add(request.request_id)
+            request.client_index = client_index
+            if self._state == "running":
+                self._core.add_request(request)
+            else:
+                self._core.refuse_request(request, "the engine is shutting down", EngineDeadError.__name__)
+
+    def _begin_shutdown(self, timeout_s: float) -> None:
+        self._state = "stopping"
+        if timeout_s > 0:
+            loop = asyncio.get_running_loop()
+            loop.call_later(timeout_s, self._put, FromClient(0, ShutdownMessage(0.0)))
+            return
+        self._core.abort_all()
+        self._publish(self._core.take_outputs())
+        raise _StopNow
+
+    # Utilities
+
+    def _call_utility(self, client_index: int, message: UtilityMessage) -> None:
+        if self._state != "running":
+            error = EngineDeadError(f"the engine is shutting down; {message.name} is not run")
+            self._outbox(client_index).put_utility(utility_failure(message.call_id, error))
+            return
+        try:
+            function, waits_for_workers = self._core.utility(message.name)
+            args, kwargs = utility_arguments(message)
+            if not waits_for_workers:
+                result = utility_result(message.call_id, function(*args, **kwargs))
+                self._outbox(client_index).put_utility(result)
+                return
+        except Exception as error:
+            self._outbox(client_index).put_utility(utility_failure(message.call_id, error))
+            return
+        if self._utility is not None:
+            self._waiting_utilities.append((client_index, message))
+            return
+        # No step is dispatched meanwhile, so that all workers see calls and steps in one order.
+        self._utility = asyncio.create_task(self._run_utility(client_index, message.call_id, function, args, kwargs))
+
+    async def _run_utility(
+        self, client_index: int, call_id: int, function: Callable[..., Any], args: Any, kwargs: Any
+    ) -> None:
+        try:
+            output = utility_result(call_id, await asyncio.to_thread(function, *args, **kwargs))
+        except Exception as error:
+            output = utility_failure(call_id, error)
+        self._outbox(client_index).put_utility(output)
+        self._utility = None
+        self._put(Wakeup())
+
+    def _start_waiting_utility(self) -> None:
+        if self._waiting_utilities and self._utility is None:
+            self._call_utility(*self._waiting_utilities.popleft())
+
+    # Output
+
+    def _outbox(self, client_index: int) -> Outbox:
+        outbox = self._outboxes.get(client_index)
+        if outbox is None:
+            outbox = self._outboxes[client_index] = Outbox()
+            if self._state == "dead":
+                outbox.die(self._cause or "")
+            elif self._state == "stopped":
+                outbox.stop()
+        return outbox
+
+    def _publish(self, outputs: OutputsByClient) -> None:
+        for client_index, client_outputs in outputs.items():
+            own = self._requests.get(client_index)
+            if own is not None and client_outputs.finished:
+                own.difference_update([ended.request_id for ended in client_outputs.finished])
+            self._outbox(client_index).put_outputs(client_outputs)
+
+    def _die(self, error: Exception) -> None:
+        """Tell every client, with the cause."""
+        self._state, self._cause = "dead", f"{type(error).__name__}: {error}"
+        logger.error("EngineCore failed and ends: %s", self._cause, exc_info=error)
+        for outbox in self._outboxes.values():
+            outbox.die(self._cause)
+
+
+class _StopNow(Exception):
+    """Leave the busy loop in order: nothing is in flight any more, or it has been aborted."""
+
+
+async def _result_of(future: StepFuture[ModelRunnerOutput | None]) -> ModelRunnerOutput | None:
+    return await future

@@ -1,0 +1,75 @@
+"""One client's two directions at EngineCoreActor: messages put in order, outputs gathered into batches."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from engine_actors.messages import OutputBatch, UtilityOutput, encode_batch
+from scheduler.output import EngineCoreOutputs
+
+
+class Inbox:
+    """Puts a client's calls into the order they were made in: Ray may start calls of an asyncio actor in any order."""
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._early: dict[int, bytes] = {}
+
+    def accept(self, sequence: int, data: bytes) -> list[bytes]:
+        """What can be handled now, in order: nothing while an earlier call is missing."""
+        self._early[sequence] = data
+        ready: list[bytes] = []
+        while self._next in self._early:
+            ready.append(self._early.pop(self._next))
+            self._next += 1
+        return ready
+
+
+class Outbox:
+    """What waits to be sent to a client; sent as soon as its stream asks, everything gathered so far in one batch."""
+
+    def __init__(self) -> None:
+        self._batch = OutputBatch()
+        self._changed = asyncio.Event()
+        self._ended = False
+
+    def put_outputs(self, outputs: EngineCoreOutputs) -> None:
+        if not self._ended:
+            self._batch.outputs.append(outputs)
+            self._changed.set()
+
+    def put_utility(self, output: UtilityOutput) -> None:
+        if not self._ended:
+            self._batch.utilities.append(output)
+            self._changed.set()
+
+    def die(self, cause: str) -> None:
+        """End the stream, after what was put before, with ENGINE_CORE_DEAD."""
+        if not self._ended:
+            self._batch.engine_core_dead = cause
+            self._end()
+
+    def stop(self) -> None:
+        """End the stream in order, after what was put before."""
+        if not self._ended:
+            self._batch.stopped = True
+            self._end()
+
+    def close(self) -> None:
+        """The client is gone: drop everything."""
+        self._batch = OutputBatch(stopped=True)
+        self._end()
+
+    def _end(self) -> None:
+        self._ended = True
+        self._changed.set()
+
+    async def batches(self) -> AsyncIterator[bytes]:
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            batch, self._batch = self._batch, OutputBatch()
+            yield encode_batch(batch)
+            if batch.is_last:
+                return

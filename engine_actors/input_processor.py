@@ -1,0 +1,383 @@
+"""Prompts and parameters → EngineCoreRequests: the front end's first half. What is wrong with a request is found here.
+
+Owned by `LLMEngine` and `AsyncLLM`. Reads the tokenizer and the model's config files, never the weights.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from engine_actors.config import EngineConfig
+from engine_actors.errors import InvalidRequestError
+from engine_actors.output_processor import ParentRequest
+from executors.model_config import ResolvedModelConfig, read_json, resolve_model_config
+from scheduler.output import pack_int32
+from scheduler.request import EngineCoreRequest
+from scheduler.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+PromptType = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; both dictionaries may add "cache_salt"."""
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+MAX_CACHE_SALT_LENGTH = 128
+_MASK64 = (1 << 64) - 1
+
+
+@dataclass(slots=True)
+class ProcessedRequest:
+    """A request ready to send.
+
+    Attributes:
+        parent: For the output processor.
+        children: n requests for the engine; their `client_index` is the client's to set.
+    """
+
+    parent: ParentRequest
+    children: list[EngineCoreRequest]
+
+
+@dataclass(slots=True)
+class _Prompt:
+    text: str | None
+    token_ids: list[int] | None
+    cache_salt: str | None = None
+
+
+class InputProcessor:
+    """Checks and tokenises requests of one front end.
+
+    Args:
+        max_model_len: As settled at the engine's start-up.
+        client_index: Tells this front end's unseeded requests from another's.
+    """
+
+    def __init__(self, config: EngineConfig, tokenizer: Any | None, max_model_len: int, client_index: int = 0) -> None:
+        self.tokenizer = tokenizer
+        self.max_model_len = max_model_len
+        resolved = resolve_model_config(config.model_config)
+        self.vocab_size = resolved.vocab_size
+        generation = _generation_config(resolved) if config.generation_config == "auto" else {}
+        self.eos_token_ids = _eos_token_ids(resolved, generation, tokenizer)
+        self._defaults = _default_params(generation)
+        self._seed = _mix(config.model_config.seed & _MASK64, client_index)
+        self._serials = itertools.count(1)
+        self._suffix = f"-{client_index}." if client_index else "-"
+
+    def default_sampling_params(self) -> SamplingParams:
+        """What a request without parameters gets: the model's own defaults over `SamplingParams`'."""
+        return self._defaults.clone()
+
+    def process(
+        self,
+        request_id: str,
+        prompt: PromptType,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        add_special_tokens: bool = True,
+    ) -> ProcessedRequest:
+        """One request, or `InvalidRequestError` naming the field, the value and what is allowed."""
+        return self.process_batch([request_id], [prompt], [params], [priority], add_special_tokens=add_special_tokens)[
+            0
+        ]
+
+    def process_batch(
+        self,
+        request_ids: Sequence[str],
+        prompts: Sequence[PromptType],
+        params: Sequence[SamplingParams | None],
+        priorities: Sequence[int],
+        *,
+        add_special_tokens: bool = True,
+    ) -> list[ProcessedRequest]:
+        """Several requests; raises for the first wrong one and then none is made. Texts are tokenised together."""
+        arrival_s = time.time()
+        for request_id in request_ids:
+            if not isinstance(request_id, str) or not request_id:
+                raise InvalidRequestError(f"request_id must be a non-empty string, got {request_id!r}", "request_id")
+        parsed = [self._parse_prompt(prompt) for prompt in prompts]
+        checked = [self._check_params(p) for p in params]
+        self._tokenize([p for p in parsed if p.token_ids is None], add_special_tokens)
+        rows = zip(request_ids, parsed, checked, priorities, strict=True)
+        return [self._make(request_id, p, sp, priority, arrival_s) for request_id, p, sp, priority in rows]
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """A conversation as prompt text, by the model's chat template. Special tokens are in the text already."""
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            raise InvalidRequestError("messages need a tokenizer, but skip_tokenizer_init is set", "messages")
+        if chat_template is None and not getattr(tokenizer, "chat_template", None):
+            raise InvalidRequestError(
+                "the model's tokenizer has no chat template; pass chat_template, or a prompt to generate", "messages"
+            )
+        if add_generation_prompt and continue_final_message:
+            raise InvalidRequestError(
+                "add_generation_prompt and continue_final_message cannot both be true", "continue_final_message"
+            )
+        conversation = [_check_message(message, index) for index, message in enumerate(_check_messages(messages))]
+        try:
+            return str(
+                tokenizer.apply_chat_template(
+                    conversation,
+                    tools=tools,
+                    chat_template=chat_template,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    tokenize=False,
+                    **(chat_template_kwargs or {}),
+                )
+            )
+        except Exception as error:  # Jinja raises many types, and templates raise their own
+            raise InvalidRequestError(f"the chat template refused the messages: {error}", "messages") from error
+
+    # Prompts
+
+    def _parse_prompt(self, prompt: PromptType) -> _Prompt:
+        if isinstance(prompt, str):
+            return _Prompt(prompt, None)
+        if isinstance(prompt, Mapping):
+            return self._parse_mapping(prompt)
+        if (isinstance(prompt, Sequence) and not isinstance(prompt, bytes)) or hasattr(prompt, "tolist"):
+            return _Prompt(None, _check_id_types(prompt))
+        raise InvalidRequestError(
+            f"prompt must be a string, a list of token ids or a dictionary, got {type(prompt).__name__}", "prompt"
+        )
+
+    def _parse_mapping(self, prompt: Mapping[str, Any]) -> _Prompt:
+        unknown = [key for key in prompt if key not in PROMPT_KEYS]
+        if unknown:
+            raise InvalidRequestError(
+                f"unknown prompt key {unknown[0]!r}; allowed are {', '.join(PROMPT_KEYS)}", "prompt"
+            )
+        text, ids, salt = (prompt.get(key) for key in PROMPT_KEYS)
+        if text is None and ids is None:
+            raise InvalidRequestError('a prompt dictionary needs "prompt" or "prompt_token_ids"', "prompt")
+        if text is not None and not isinstance(text, str):
+            raise InvalidRequestError(f"prompt must be a string, got {type(text).__name__}", "prompt")
+        if salt is not None and not (isinstance(salt, str) and 0 < len(salt) <= MAX_CACHE_SALT_LENGTH):
+            raise InvalidRequestError(
+                f"cache_salt must be a string of 1 to {MAX_CACHE_SALT_LENGTH} characters, got {salt!r}", "cache_salt"
+            )
+        return _Prompt(text, None if ids is None else _check_id_types(ids), salt)
+
+    def _tokenize(self, prompts: list[_Prompt], add_special_tokens: bool) -> None:
+        if not prompts:
+            return
+        if self.tokenizer is None:
+            raise InvalidRequestError("a text prompt needs a tokenizer, but skip_tokenizer_init is set", "prompt")
+        for prompt in prompts:
+            if not prompt.text:
+                raise InvalidRequestError("prompt is empty; at least one token is needed", "prompt")
+        texts = [prompt.text for prompt in prompts]
+        encoded = self.tokenizer(
+            texts, add_special_tokens=add_special_tokens, return_attention_mask=False, verbose=False
+        )
+        for prompt, ids in zip(prompts, encoded["input_ids"], strict=True):
+            prompt.token_ids = ids
+
+    def _check_ids(self, ids: list[int]) -> bytes:
+        if not ids:
+            raise InvalidRequestError("prompt is empty; at least one token is needed", "prompt")
+        if len(ids) >= self.max_model_len:
+            raise InvalidRequestError(
+                f"This model's maximum context length is {self.max_model_len} tokens. However, the prompt has "
+                f"{len(ids)} tokens, and at least one must be left to generate",
+                "prompt",
+            )
+        for wrong in (min(ids), max(ids)):
+            if not 0 <= wrong < self.vocab_size:
+                raise InvalidRequestError(
+                    f"prompt has token id {wrong}; the model's vocabulary is 0 to {self.vocab_size - 1}", "prompt"
+                )
+        return pack_int32(ids)
+
+    # Parameters
+
+    def _check_params(self, params: SamplingParams | None) -> SamplingParams:
+        if params is None:
+            return self._defaults
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequestError(
+                f"sampling_params must be SamplingParams or None, got {type(params).__name__}", "sampling_params"
+            )
+        try:
+            # A copy: the caller may change the original, and what was changed after construction is checked here.
+            params = params.clone()
+        except (ValueError, TypeError) as error:
+            raise InvalidRequestError(str(error), str(error).split(" ", 1)[0]) from error
+        for token_id in params.stop_token_ids:
+            if token_id >= self.vocab_size:
+                raise InvalidRequestError(
+                    f"stop_token_ids has {token_id}; the model's vocabulary is 0 to {self.vocab_size - 1}",
+                    "stop_token_ids",
+                )
+        if params.stop and self.tokenizer is None:
+            raise InvalidRequestError("stop strings need a tokenizer, but skip_tokenizer_init is set", "stop")
+        return params
+
+    def _make(
+        self, request_id: str, prompt: _Prompt, params: SamplingParams, priority: int, arrival_s: float
+    ) -> ProcessedRequest:
+        if not isinstance(priority, int) or isinstance(priority, bool):
+            raise InvalidRequestError(f"priority must be an integer, got {priority!r}", "priority")
+        ids = prompt.token_ids or []
+        packed = self._check_ids(ids)
+        parent = ParentRequest(request_id, prompt.text, ids, params)
+        number = next(self._serials)
+        room = self.max_model_len - len(ids)
+        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        seed = params.seed if params.seed is not None else _as_seed(_mix(self._seed, number))
+        serial = f"{request_id}{self._suffix}{number:x}"
+        children = [
+            EngineCoreRequest(
+                serial if params.n == 1 else f"{serial}.{index}",
+                packed,
+                params.clone(
+                    n=1,
+                    seed=seed if index == 0 else _as_seed(_mix(seed & _MASK64, index)),
+                    max_tokens=max_tokens,
+                    min_tokens=min(params.min_tokens, max_tokens),
+                ),
+                self.eos_token_ids,
+                arrival_s,
+                priority=priority,
+                cache_salt=prompt.cache_salt,
+            )
+            for index in range(params.n)
+        ]
+        return ProcessedRequest(parent, children)
+
+
+def load_tokenizer(config: EngineConfig) -> Any | None:
+    """The model's transformers tokenizer; None with skip_tokenizer_init.
+
+    Raises:
+        ValueError: It cannot be loaded.
+    """
+    if config.skip_tokenizer_init:
+        return None
+    from transformers import AutoTokenizer
+
+    from executors.model_config import find_model_dir
+
+    model = config.model_config
+    name = model.tokenizer or str(find_model_dir(model.model, model.revision))
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=model.trust_remote_code)
+    except Exception as error:  # transformers raises many types
+        raise ValueError(
+            f"the tokenizer of {name!r} cannot be loaded: {error}; pass tokenizer=..., or skip_tokenizer_init=True "
+            f"to work on token ids alone"
+        ) from error
+
+
+def _check_id_types(ids: Any) -> list[int]:
+    """Token ids as a list of Python ints."""
+    values = ids.tolist() if hasattr(ids, "tolist") else list(ids)
+    if not isinstance(values, list):
+        values = [values]
+    for kind in set(map(type, values)):
+        if kind is bool or not hasattr(kind, "__index__"):
+            raise InvalidRequestError(f"a prompt's token ids must be integers, got {kind.__name__}", "prompt")
+    return [value.__index__() for value in values]
+
+
+def _check_messages(messages: Any) -> Sequence[Any]:
+    if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
+        raise InvalidRequestError(f"messages must be a non-empty list of messages, got {messages!r}", "messages")
+    return messages
+
+
+def _check_message(message: Any, index: int) -> dict[str, Any]:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise InvalidRequestError(
+            f'messages[{index}] must be a dictionary with a "role" and a "content", got {message!r}', "messages"
+        )
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return {**message, "content": content or ""}
+    if not isinstance(content, Sequence):
+        raise InvalidRequestError(
+            f"messages[{index}].content must be a string or a list of text parts, got {type(content).__name__}",
+            "messages",
+        )
+    texts = []
+    for part in content:
+        text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
+        if not isinstance(text, str):
+            raise InvalidRequestError(
+                f'messages[{index}].content may hold {{"type": "text", "text": ...}} only, got {part!r}', "messages"
+            )
+        texts.append(text)
+    return {**message, "content": "\n".join(texts)}
+
+
+def _generation_config(resolved: ResolvedModelConfig) -> dict[str, Any]:
+    path = resolved.model_dir / "generation_config.json"
+    return read_json(path) if path.is_file() else {}
+
+
+def _eos_token_ids(resolved: ResolvedModelConfig, generation: dict[str, Any], tokenizer: Any | None) -> list[int]:
+    """generation_config.json's if it names any, else config.json's; the tokenizer's in any case."""
+    named = generation.get("eos_token_id")
+    if named is None:
+        named = getattr(resolved.hf_config, "eos_token_id", None)
+    ids = list(named) if isinstance(named, list) else [] if named is None else [named]
+    ids.append(getattr(tokenizer, "eos_token_id", None))
+    return list(dict.fromkeys(i for i in ids if isinstance(i, int) and 0 <= i < resolved.vocab_size))
+
+
+def _default_params(generation: dict[str, Any]) -> SamplingParams:
+    names = {field.name for field in msgspec.structs.fields(SamplingParams)}
+    values: dict[str, Any] = {}
+    for theirs, ours in (
+        ("temperature", "temperature"),
+        ("top_k", "top_k"),
+        ("top_p", "top_p"),
+        ("min_p", "min_p"),
+        ("repetition_penalty", "repetition_penalty"),
+        ("max_new_tokens", "max_tokens"),
+    ):
+        value = generation.get(theirs)
+        if value is None:
+            continue
+        if ours not in names:
+            logger.warning("generation_config.json sets %s=%r, which is not supported and ignored", theirs, value)
+            continue
+        values[ours] = value
+    try:
+        return SamplingParams(**values)
+    except ValueError as error:
+        raise ValueError(
+            f"generation_config.json holds unusable defaults: {error}; generation_config='vllm' ignores that file"
+        ) from error
+
+
+def _mix(a: int, b: int) -> int:
+    """A well-scattered 64-bit function of two integers: splitmix64's finaliser (Steele, Lea, Flood 2014)."""
+    x = (a + (b + 1) * 0x9E3779B97F4A7C15) & _MASK64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return x ^ (x >> 31)
+
+
+def _as_seed(value: int) -> int:
+    """The value's lower 63 bits: never negative, since a seed of -1 means none."""
+    return value & (2**63 - 1)

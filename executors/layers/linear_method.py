@@ -1,0 +1,33 @@
+"""How a linear layer stores and multiplies its weight: the seam where packed or quantised kernels plug in."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class LinearMethod(ABC):
+    """One object serves all linears of a model; what it prepares for one layer it keeps on that layer."""
+
+    @abstractmethod
+    def prepare(self, layer: nn.Module) -> None:
+        """Called once per linear when its `weight` [out, in] (and `bias` [out] or None) hold their final values.
+
+        May repack the weight and drop `layer.weight`, except where `layer.shares_weight` says that another module
+        reads it too.
+        """
+
+    @abstractmethod
+    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """[n, in] → [n, out], `bias` added if given."""
+
+
+class TorchLinearMethod(LinearMethod):
+    def prepare(self, layer: nn.Module) -> None:
+        return
+
+    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return F.linear(x, layer.weight, bias)

@@ -1,0 +1,187 @@
+"""One rank's step: SchedulerOutput → tensors → forward pass → logits → tokens. Owns the persistent batch.
+
+Called by `executors.worker` only. Stages of a pipeline run the same code: the first embeds tokens, the others receive
+hidden states, the last samples. All TP ranks of the last stage draw every token, each for its own persistent batch; the
+draw is a pure function of gathered logits, so they agree without telling each other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from executors.attention.base import AttentionMetadata
+from executors.input_batch import InputBatch, InvalidStepError, StepInputs, StepRows
+from executors.logits_processors import apply_grammar_bitmask
+from executors.parallel_state import ParallelState
+from executors.sampler import sample
+from kv.spec import KVCacheConfig
+from scheduler.config import SchedulerConfig
+from scheduler.output import ModelRunnerOutput, SchedulerOutput
+
+if TYPE_CHECKING:
+    from executors.models.base import CausalLM
+
+
+@dataclass(slots=True)
+class _PendingSampling:
+    """A step whose logits wait for the grammar bitmask."""
+
+    step: int
+    rows: StepRows
+    logits: torch.Tensor | None
+
+
+class ModelRunner:
+    """Runs steps in order. Use: construct, `set_kv_cache_config` (the model's caches bound), `execute` per step."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        parallel: ParallelState,
+        scheduler_config: SchedulerConfig,
+        *,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._model = model
+        self._parallel = parallel
+        self._config = scheduler_config
+        self._hidden_size = hidden_size
+        self._dtype = dtype
+        self._device = device
+        self._batch: InputBatch | None = None
+        self._group_of_layer: list[tuple[str, int]] = []
+        self._pending: _PendingSampling | None = None
+
+    def set_kv_cache_config(self, config: KVCacheConfig) -> None:
+        """Start with an empty persistent batch over these KV groups."""
+        self._batch = InputBatch(
+            self._config.max_num_seqs,
+            self._config.max_model_len,
+            [group.spec.block_size for group in config.groups],
+            self._device,
+        )
+        self._group_of_layer = [(name, i) for i, group in enumerate(config.groups) for name in group.layer_names]
+        self._pending = None
+
+    @torch.inference_mode()
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput | None:
+        """Run one step.
+
+        Returns:
+            The sampled tokens; None on stages that do not sample, and where the step has structured output (the
+            tokens then come from `sample`).
+
+        Raises:
+            InvalidStepError: The step does not continue what this worker knows.
+        """
+        batch = self._require_batch()
+        if self._pending is not None:
+            raise InvalidStepError(f"step {output.step} came while step {self._pending.step} waits for its bitmask")
+        rows = batch.apply(output, append_known_tokens=not self._parallel.is_last_stage)
+        inputs = batch.prepare(rows)
+        hidden_states = self._forward(inputs)
+        batch.advance(rows)
+        if not self._parallel.is_last_stage:
+            return None
+        logits = None
+        if len(inputs.sample_indices):
+            logits = self._model.compute_logits(hidden_states[inputs.sample_indices])
+        self._pending = _PendingSampling(output.step, rows, logits)
+        return None if output.has_structured_output else self._sample(None)
+
+    @torch.inference_mode()
+    def sample(self, grammar_bitmask: bytes | None) -> ModelRunnerOutput | None:
+        """The second half of a step with structured output. None on stages that do not sample.
+
+        Args:
+            grammar_bitmask: As for `logits_processors.apply_grammar_bitmask`, one row for each row that samples.
+        """
+        if not self._parallel.is_last_stage:
+            return None
+        return self._sample(grammar_bitmask)
+
+    def _sample(self, grammar_bitmask: bytes | None) -> ModelRunnerOutput:
+        pending, self._pending = self._pending, None
+        if pending is None:
+            raise InvalidStepError("sample_tokens was called, but no step waits for it")
+        if pending.logits is None:
+            return ModelRunnerOutput(pending.step)
+        batch, logits = self._require_batch(), pending.logits
+        rows = pending.rows.rows[pending.rows.samples]
+        positions = batch.num_tokens[rows]
+        if batch.sampling.processors:
+            num_output_tokens = positions - batch.num_prompt_tokens[rows]
+            for processor in batch.sampling.processors:
+                processor.apply(logits, rows, num_output_tokens)
+        if grammar_bitmask is not None:
+            apply_grammar_bitmask(logits, grammar_bitmask)
+        tokens = sample(logits, batch.sampling.columns(rows, positions, self._device))
+        token_ids = tokens.cpu().numpy().astype("<i4")
+        batch.append_tokens(rows, token_ids)
+        return ModelRunnerOutput(pending.step, token_ids.tobytes())
+
+    def _forward(self, inputs: StepInputs) -> torch.Tensor:
+        """Hidden states [num_tokens, hidden_size] of this stage; sent on unless it is the last."""
+        received = None
+        if not self._parallel.is_first_stage:
+            shape = (len(inputs.input_ids), self._hidden_size)
+            received = self._parallel.recv_hidden_states(shape, self._dtype, self._device)
+        metadata = {name: inputs.metadata[group] for name, group in self._group_of_layer}
+        hidden_states = self._model.forward(inputs.input_ids, inputs.positions, metadata, received)
+        if not self._parallel.is_last_stage:
+            self._parallel.send_hidden_states(hidden_states)
+        return hidden_states
+
+    @torch.inference_mode()
+    def dummy_run(self, num_tokens: int, num_reqs: int) -> None:
+        """A forward pass and a draw with the memory and time of a real one. All ranks must run it alike.
+
+        Every token is written to the null block and every block read is the null block, so any caches will do.
+
+        Args:
+            num_tokens: At least num_reqs.
+        """
+        batch = self._require_batch()
+        counts = np.full(num_reqs, num_tokens // num_reqs, dtype=np.int32)
+        counts[: num_tokens % num_reqs] += 1
+        query_start_loc = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        positions = np.arange(num_tokens) - np.repeat(query_start_loc[:-1], counts)
+        device = self._device
+        lens = torch.from_numpy(counts).to(device)
+        metadata = [
+            AttentionMetadata(
+                num_reqs=num_reqs,
+                num_tokens=num_tokens,
+                max_query_len=int(counts.max()),
+                max_seq_len=int(counts.max()),
+                query_start_loc=torch.from_numpy(query_start_loc).to(device),
+                seq_lens=lens,
+                block_table=torch.zeros(
+                    num_reqs, -(-int(counts.max()) // table.block_size), dtype=torch.int32, device=device
+                ),
+                slot_mapping=torch.from_numpy(positions % table.block_size).to(device),
+                block_size=table.block_size,
+                prompt_lens=lens,
+            )
+            for table in batch.block_tables
+        ]
+        inputs = StepInputs(
+            input_ids=torch.zeros(num_tokens, dtype=torch.int64, device=device),
+            positions=torch.from_numpy(positions).to(device),
+            metadata=metadata,
+            sample_indices=torch.from_numpy(query_start_loc[1:].astype(np.int64) - 1).to(device),
+        )
+        hidden_states = self._forward(inputs)
+        if self._parallel.is_last_stage:
+            sample(self._model.compute_logits(hidden_states[inputs.sample_indices]), None)
+
+    def _require_batch(self) -> InputBatch:
+        if self._batch is None:
+            raise RuntimeError("the model runner has no KV cache yet: call initialize_from_config first")
+        return self._batch

@@ -1,0 +1,245 @@
+"""One rank of the engine: its device, its place among the ranks, its share of the model and of KV memory.
+
+No Ray here: `executors.ray_worker` wraps a Worker in an actor, `executors.uniproc` calls one on a thread. Methods are
+called one at a time; between stages and TP ranks they meet in collectives, so every rank gets the same calls in order.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+from typing import Any
+
+import msgspec
+import torch
+
+from executors.config import ModelConfig, ParallelConfig
+from executors.loader import load_model
+from executors.memory import allocate_kv_caches, default_cpu_kv_bytes
+from executors.model_config import ResolvedModelConfig, resolve_model_config
+from executors.model_runner import ModelRunner
+from executors.models.base import CausalLM
+from executors.parallel_state import ParallelState
+from kv.config import CacheConfig
+from kv.spec import KVCacheConfig, KVCacheGroup, KVCacheSpec, KVCacheTensor
+from scheduler.config import SchedulerConfig
+from scheduler.output import ModelRunnerOutput, SchedulerOutput
+
+logger = logging.getLogger(__name__)
+
+_CACHE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+COLLECTIVE_TIMEOUT_MARGIN_S = 30.0
+"""Collectives outlast the step deadline: the executor, which knows more, shall be first to report a stuck step."""
+
+WARM_UP_TOKENS = 16
+
+
+class Worker:
+    """Call order: __init__, load_model, get_kv_cache_spec, determine_available_memory, initialize_from_config, then
+    execute_model (and sample_tokens) per step, then shutdown.
+    """
+
+    def __init__(
+        self,
+        model_config: ModelConfig | ResolvedModelConfig,
+        cache_config: CacheConfig,
+        scheduler_config: SchedulerConfig,
+        parallel_config: ParallelConfig,
+        *,
+        rank: int,
+        local_rank: int = 0,
+        distributed_init_method: str = "",
+        device: str = "cpu",
+        num_workers_on_node: int = 1,
+    ) -> None:
+        """Takes the device and joins the other ranks; returns when all have joined.
+
+        Args:
+            model_config: Already resolved where the executor could do it for all ranks: that takes seconds of imports.
+            rank: Global rank, pp_rank × tp_size + tp_rank.
+            local_rank: Number among this engine's workers on the node.
+            distributed_init_method: Where rank 0 listens, "tcp://address:port"; unused with one rank.
+            device: "cpu", "cuda" or "cuda:N".
+            num_workers_on_node: This engine's workers that share the node's processors and memory.
+
+        Raises:
+            ModelConfigError: The model's config cannot be read, or does not fit the settings.
+            RuntimeError: The device cannot be used, or the ranks did not meet in time.
+        """
+        self.rank = rank
+        self.local_rank = local_rank
+        self.device = torch.device(device)
+        self._num_workers_on_node = num_workers_on_node
+        self._cache_config = cache_config
+        self._scheduler_config = scheduler_config
+        self._parallel_config = parallel_config
+        self._init_device()
+        if isinstance(model_config, ModelConfig):
+            model_config = resolve_model_config(model_config, self.device.type)
+        self.model_config = model_config
+        self._cache_dtype = _CACHE_DTYPES.get(cache_config.cache_dtype, self.model_config.dtype)
+        self.parallel = ParallelState.initialize(
+            rank=rank,
+            tp_size=parallel_config.tensor_parallel_size,
+            pp_size=parallel_config.pipeline_parallel_size,
+            init_method=distributed_init_method,
+            backend="nccl" if self.device.type == "cuda" else "gloo",
+            timeout_s=parallel_config.step_timeout_s + COLLECTIVE_TIMEOUT_MARGIN_S,
+        )
+        self._model: CausalLM | None = None
+        self._runner: ModelRunner | None = None
+        self._decoder = msgspec.msgpack.Decoder(SchedulerOutput)
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def load_model(self) -> None:
+        """Build this rank's share of the model and fill it with weights.
+
+        Raises:
+            WeightLoadError: The checkpoint lacks, repeats or misshapes a tensor.
+        """
+        self._model = load_model(self.model_config, self.parallel, self.device)
+        self._runner = ModelRunner(
+            self._model,
+            self.parallel,
+            self._scheduler_config,
+            hidden_size=self.model_config.hidden_size,
+            dtype=self.model_config.dtype,
+            device=self.device,
+        )
+
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        """By name, the KV needs of the attention layers this rank holds."""
+        return self.model.kv_cache_specs(self._cache_config.block_size, self._cache_dtype.itemsize)
+
+    def determine_available_memory(self) -> int:
+        """Bytes this rank can give to the KV cache.
+
+        `kv_cache_memory_bytes` where set. Else on CUDA: `gpu_memory_utilization` of the device less the peak of a
+        forward pass as large as any step, which is run here. Else `memory.default_cpu_kv_bytes`.
+        """
+        if self._cache_config.kv_cache_memory_bytes is not None:
+            return self._cache_config.kv_cache_memory_bytes
+        if self.device.type != "cuda":
+            return default_cpu_kv_bytes(self._num_workers_on_node)
+        return self._profiled_cuda_bytes()
+
+    def initialize_from_config(self, config: KVCacheConfig) -> None:
+        """Allocate the KV cache, start with an empty batch, and run a small forward pass to warm up.
+
+        Raises:
+            ValueError: The config does not fit this rank's layers.
+        """
+        self.model.bind_kv_caches(
+            allocate_kv_caches(config, self.model.attention_layers(), self._cache_dtype, self.device)
+        )
+        self.runner.set_kv_cache_config(config)
+        num_tokens = min(WARM_UP_TOKENS, self._scheduler_config.max_num_batched_tokens)
+        self.runner.dummy_run(num_tokens, min(2, num_tokens, self._scheduler_config.max_num_seqs))
+
+    def execute_model(self, scheduler_output: bytes) -> bytes | None:
+        """Run one step.
+
+        Args:
+            scheduler_output: msgpack SchedulerOutput.
+
+        Returns:
+            msgpack ModelRunnerOutput on rank 0 of the last stage, unless the tokens come from `sample_tokens`; else
+            None.
+
+        Raises:
+            InvalidStepError: The step does not follow the one before, or names what this worker does not know.
+        """
+        return self._encoded(self.runner.execute(self._decoder.decode(scheduler_output)))
+
+    def sample_tokens(self, grammar_bitmask: bytes | None) -> bytes | None:
+        """Second half of a step that has structured output; returns as `execute_model`."""
+        return self._encoded(self.runner.sample(grammar_bitmask))
+
+    def execute_dummy_batch(self) -> None:
+        """One forward pass on a token of nobody. Every rank must be asked for it."""
+        self.runner.dummy_run(1, 1)
+
+    def describe(self) -> dict[str, Any]:
+        """Where this rank runs, for logs, the demo and tests."""
+        return {
+            "rank": self.rank,
+            "tp_rank": self.parallel.tp_rank,
+            "pp_rank": self.parallel.pp_rank,
+            "device": str(self.device),
+            "dtype": str(self.model_config.dtype).removeprefix("torch."),
+            "num_threads": torch.get_num_threads(),
+            "pid": os.getpid(),
+            "host": platform.node(),
+        }
+
+    def shutdown(self) -> None:
+        """Leave the process group. Idempotent."""
+        self.parallel.destroy()
+
+    @property
+    def model(self) -> CausalLM:
+        if self._model is None:
+            raise RuntimeError("the worker has no model yet: call load_model first")
+        return self._model
+
+    @property
+    def runner(self) -> ModelRunner:
+        if self._runner is None:
+            raise RuntimeError("the worker has no model yet: call load_model first")
+        return self._runner
+
+    def _encoded(self, output: ModelRunnerOutput | None) -> bytes | None:
+        return None if output is None or self.parallel.tp_rank != 0 else self._encoder.encode(output)
+
+    def _init_device(self) -> None:
+        if self.device.type == "cuda":
+            if not torch.cuda.is_available():
+                raise RuntimeError(f"device {str(self.device)!r}: torch {torch.__version__} finds no CUDA device here")
+            torch.cuda.set_device(self.device)
+            self.device = torch.device("cuda", torch.cuda.current_device())
+            return
+        # Not left to OMP_NUM_THREADS: Ray sets it to the CPUs an actor reserves, which say nothing about the machine.
+        num_threads = self._parallel_config.torch_num_threads
+        torch.set_num_threads(num_threads or max(1, usable_cpus() // self._num_workers_on_node))
+
+    def _profiled_cuda_bytes(self) -> int:
+        config = self._scheduler_config
+        _, total = torch.cuda.mem_get_info(self.device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        # One page in each layer's own tensor: the dummy batch reads and writes the null block only.
+        specs = self.get_kv_cache_spec()
+        profile_config = KVCacheConfig(
+            num_blocks=1,
+            groups=tuple(KVCacheGroup((name,), spec) for name, spec in specs.items()),
+            tensors=tuple(KVCacheTensor((name,), spec.page_size_bytes) for name, spec in specs.items()),
+        )
+        self.model.bind_kv_caches(
+            allocate_kv_caches(profile_config, self.model.attention_layers(), self._cache_dtype, self.device)
+        )
+        self.runner.set_kv_cache_config(profile_config)
+        self.runner.dummy_run(config.max_num_batched_tokens, min(config.max_num_seqs, config.max_num_batched_tokens))
+        torch.cuda.synchronize(self.device)
+        peak = torch.cuda.max_memory_allocated(self.device)
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(self.device)
+        outside_torch = total - free - torch.cuda.memory_reserved(self.device)
+        available = int(total * self._cache_config.gpu_memory_utilization) - peak - outside_torch
+        logger.info(
+            "rank %d: KV cache gets %.2f of %.2f GiB; model and activations peak at %.2f GiB, other use %.2f GiB",
+            self.rank, available / 2**30, total / 2**30, peak / 2**30, outside_torch / 2**30,
+        )  # fmt: skip
+        return available
+
+
+def usable_cpus() -> int:
+    """Processors this process may use: its affinity, within a cgroup v2 quota."""
+    count = len(os.sched_getaffinity(0))
+    try:
+        with open("/sys/fs/cgroup/cpu.max") as file:
+            quota, period = file.read().split()
+    except FileNotFoundError:
+        return count
+    return count if quota == "max" else max(1, min(count, int(quota) // int(period)))

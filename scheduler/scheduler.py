@@ -1,0 +1,513 @@
+"""The Scheduler: which requests compute how many tokens in each step, and what their results mean.
+
+Owned by EngineCore, which calls `schedule`, sends the message to the workers, and gives the result to
+`update_from_output`; with several steps in flight it schedules ahead and updates in the same order.
+
+There are no phases: a request has tokens, some of them computed, and every step it catches up under one token
+budget. Running requests come first: those that need one token (decodes), then those that need more (prefills); what
+budget is left goes to waiting ones. When blocks run out, the running request of lowest rank is preempted: it gives back
+everything and is computed again later.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable
+from itertools import compress
+
+from kv.config import CacheConfig
+from kv.manager import KVCacheManager, KVSequence, PrefixHit
+from kv.spec import KVCacheConfig
+from scheduler.config import SchedulerConfig
+from scheduler.errors import QueueFullError, RequestRefusedError
+from scheduler.output import (
+    EngineCoreOutputs,
+    FinishedRequest,
+    FinishReason,
+    ModelRunnerOutput,
+    SchedulerOutput,
+    SchedulerStats,
+    unpack_int32,
+)
+from scheduler.queues import RANKS, WaitingQueue
+from scheduler.request import EngineCoreRequest, Request, RequestStatus
+from scheduler.results import collect_outputs, end_of_request, finished
+from scheduler.step import DispatchedStep, KnownTokens, StepPlan
+
+logger = logging.getLogger(__name__)
+
+
+class Scheduler:
+    """Continuous batching over one KV pool. Not thread-safe; all methods return at once.
+
+    Args:
+        config: `async_scheduling` must be decided: None is False.
+        kv_cache_config: Any worker's; the scheduler looks at `num_blocks` and the groups' specs, equal on all.
+        max_concurrent_batches: Steps that will be in flight at once. With more than one and without async scheduling
+            (pipeline parallelism) running requests are spread over that many batches.
+        send_known_tokens: Tell workers the sampled tokens (pipeline stages that do not sample need them).
+        clock: Monotonic seconds, for event times.
+
+    Raises:
+        ValueError: async scheduling together with send_known_tokens: a stage would run before it knows its input.
+    """
+
+    headroom_blocks = 2
+    """Blocks per running request and KV group that an admission leaves free: each needs one before long, and an
+    admission that takes them is soon preempted. Judged with benchmarks/simulate.py."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache_config: CacheConfig,
+        kv_cache_config: KVCacheConfig,
+        *,
+        max_concurrent_batches: int = 1,
+        send_known_tokens: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if config.async_scheduling and send_known_tokens:
+            raise ValueError(
+                "async_scheduling cannot be used where stages must be told sampled tokens (pipeline_parallel_size > 1)"
+            )
+        if max_concurrent_batches < 1:
+            raise ValueError(f"max_concurrent_batches must be at least 1, got {max_concurrent_batches}")
+        self.config = config
+        self.chunked_prefill_enabled = config.enable_chunked_prefill
+        self.prefix_caching_enabled = cache_config.enable_prefix_caching
+        if kv_cache_config.has_non_causal_layers and (self.chunked_prefill_enabled or self.prefix_caching_enabled):
+            logger.info("non-causal attention layers: chunked prefill and prefix caching are switched off")
+            self.chunked_prefill_enabled = self.prefix_caching_enabled = False
+        self._async = bool(config.async_scheduling)
+        self._num_interleaved_batches = 1 if self._async else max_concurrent_batches
+        self._rank = RANKS[config.policy]
+        self._clock = clock
+        self._kv = KVCacheManager(
+            kv_cache_config,
+            enable_prefix_caching=self.prefix_caching_enabled,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        )
+        self._pool_tokens = self._kv.max_tokens_alone(config.max_model_len)
+
+        self._requests: dict[str, Request] = {}
+        self._requests_of_client: dict[int, int] = {}
+        self._waiting = WaitingQueue()
+        self._running: list[Request] = []
+        self._not_started: set[Request] = set()  # admitted, but without a first token
+        self._free_rows = list(range(config.max_num_seqs))
+        self._num_requests_ever = 0
+
+        self._step = 0
+        self._completed_step = 0
+        self._in_flight: deque[DispatchedStep] = deque()
+        # KV and rows without a request, which dispatched steps up to the given one still write.
+        self._retired: list[tuple[int, KVSequence, int]] = []
+        self._known_tokens = KnownTokens() if send_known_tokens else None
+        self._ended_without_step: dict[int, list[FinishedRequest]] = {}
+        self._stats = SchedulerStats()
+
+    # ---- requests come and go
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """Queue a request.
+
+        Raises:
+            RequestRefusedError: It can never run; the text has the numbers.
+            QueueFullError: Too many are waiting.
+        """
+        state = Request(request, self._num_requests_ever, self._kv.block_size, self._clock())
+        self._check_admissible(state)
+        self._num_requests_ever += 1
+        max_tokens = state.sampling_params.max_tokens
+        limits = [self.config.max_model_len, self._pool_tokens + 1]
+        if max_tokens is not None:
+            limits.append(state.num_prompt_tokens + max_tokens)
+        state.max_total_tokens = min(limits)
+        state.rank = self._rank(state)
+        state.is_long = 0 < self.config.long_prefill_token_threshold < state.num_prompt_tokens
+        self._requests[state.request_id] = state
+        self._requests_of_client[state.client_index] = self._requests_of_client.get(state.client_index, 0) + 1
+        self._waiting.add(state)
+
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
+        """End requests now. Ids that are unknown, or have ended already, are ignored."""
+        for request_id in request_ids:
+            request = self._requests.get(request_id)
+            if request is not None:
+                self._finish(request)
+                self._ended_without_step.setdefault(request.client_index, []).append(
+                    finished(request, FinishReason.ABORT)
+                )
+        self._drop_finished_from_running()
+
+    def abort_all(self) -> None:
+        """End every request now."""
+        self.abort_requests(list(self._requests))
+
+    def take_outputs(self) -> dict[int, EngineCoreOutputs]:
+        """By client, the ends that no step's result will report: aborts since the last call."""
+        ended, self._ended_without_step = self._ended_without_step, {}
+        return {client: EngineCoreOutputs(finished=ends, timestamp_s=self._clock()) for client, ends in ended.items()}
+
+    def has_requests(self) -> bool:
+        """There is an unfinished request, or a dispatched step whose result is not back."""
+        return bool(self._requests or self._in_flight)
+
+    @property
+    def num_unfinished_requests(self) -> int:
+        """Waiting and running ones."""
+        return len(self._requests)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached KV. False, and nothing done, while any request holds blocks."""
+        return self._kv.reset_prefix_cache()
+
+    def make_stats(self) -> SchedulerStats:
+        """Gauges now, and counters since the last call."""
+        stats, self._stats = self._stats, SchedulerStats()
+        stats.num_running = len(self._running)
+        stats.num_waiting = len(self._waiting)
+        stats.kv_cache_usage = self._kv.usage
+        return stats
+
+    # ---- one step
+
+    def schedule(self) -> SchedulerOutput | None:
+        """Decide and dispatch the next step. None: nothing can run now (perhaps after the next update)."""
+        plan = StepPlan(self._step + 1, self.config.max_num_batched_tokens)
+        decodes, prefills = self._sort_running()
+        self._schedule_decodes(plan, decodes)
+        self._schedule_prefills(plan, prefills)
+        # From here on nobody is preempted: what is planned will run, so the blocks it fills may be shared at once.
+        self._advance_decodes(plan)
+        for request, count in plan.chunks:
+            self._advance_chunk(plan, request, count)
+        if not plan.short_of_blocks:
+            self._admit_waiting(plan, prefills)
+        if not plan.decodes and not plan.chunks:
+            return None
+        return self._dispatch(plan)
+
+    def _sort_running(self) -> tuple[list[Request], list[Request]]:
+        """The running requests that need one token, and by rank those that need more. Others wait for a result."""
+        decodes: list[Request] = []
+        prefills: list[Request] = []
+        for request in self._running:
+            remaining = request.num_schedulable_tokens - request.num_computed_tokens
+            if remaining == 1:
+                decodes.append(request)
+            elif remaining:
+                prefills.append(request)
+        prefills.sort(key=lambda request: request.rank)
+        return decodes, prefills
+
+    def _schedule_decodes(self, plan: StepPlan, candidates: list[Request]) -> None:
+        """Give each candidate its token; with several batches in the pipeline, only this batch's share of them."""
+        share = len(candidates)
+        if self._num_interleaved_batches > 1:
+            candidates.sort(key=lambda request: request.last_step)
+            share = -(-len(self._running) // self._num_interleaved_batches)
+        while candidates and not plan.decodes:
+            plan.decodes, candidates = candidates[:share], candidates[share:]
+            plan.budget -= len(plan.decodes)
+            self._grow_decodes(plan)
+            if plan.short_of_blocks:
+                candidates = [request for request in candidates if request.status is RequestStatus.RUNNING]
+
+    def _grow_decodes(self, plan: StepPlan) -> None:
+        """Allocate the blocks that decodes begin with this step; those that must wait for one are dropped."""
+        growing = [request for request in plan.decodes if request.num_computed_tokens == request.num_slots]
+        if len(growing) > 1:
+            growing.sort(key=lambda request: request.rank)
+        for request in growing:
+            if request.status is RequestStatus.RUNNING and not self._grow(
+                plan, request, request.num_computed_tokens + 1
+            ):
+                plan.drop_decode(request)
+
+    def _schedule_prefills(self, plan: StepPlan, prefills: list[Request]) -> None:
+        """Give running prefills what is left of the budget."""
+        if not prefills:
+            return
+        contended = len(prefills) > 1 or self._waiting.first(self._long_allowed(prefills)) is not None
+        for request in prefills:
+            if request.status is not RequestStatus.RUNNING:  # preempted for one of lower rank value
+                continue
+            count = min(request.num_remaining_tokens, self._prefill_limit(plan, request, contended))
+            if count and self._grow(plan, request, request.num_computed_tokens + count):
+                plan.chunks.append((request, count))
+                plan.budget -= count
+
+    def _admit_waiting(self, plan: StepPlan, prefills: list[Request]) -> None:
+        """Start waiting requests in rank order, until budget, rows or blocks run out."""
+        prefills = [request for request in prefills if request.num_remaining_tokens]
+        reserved = sum(map(self._blocks_to_finish, prefills))
+        while plan.budget and self._free_rows:
+            request = self._waiting.first(self._long_allowed(prefills))
+            # A request preempted with a step in flight may get one more token from it; it starts with all its tokens.
+            if request is None or request.last_step > self._completed_step:
+                return
+            hit = self._kv.no_hit() if request.skip_reading_prefix_cache else self._kv.look_up(request.kv)
+            headroom = reserved + len(self._running) * self._kv.num_groups * self.headroom_blocks
+            if not self._kv.fits(hit, len(request.token_ids), headroom):
+                return
+            contended = bool(plan.chunks) or len(self._waiting) > 1
+            remaining = len(request.token_ids) - hit.num_tokens
+            count = min(remaining, self._prefill_limit(plan, request, contended))
+            if not self.chunked_prefill_enabled and hit.num_tokens + count < request.num_prompt_tokens:
+                return
+            self._start(plan, request, hit, count)
+            if count < remaining:
+                prefills.append(request)
+                reserved += self._blocks_to_finish(request)
+
+    def _start(self, plan: StepPlan, request: Request, hit: PrefixHit, count: int) -> None:
+        """Move a request from the waiting queue into the batch; `count` tokens after the hit are computed."""
+        self._waiting.remove(request)
+        self._kv.start(request.kv, hit, hit.num_tokens + count)
+        if request.num_preemptions == 0:
+            request.scheduled_s = self._clock()
+            request.num_cached_tokens = hit.num_tokens
+            self._not_started.add(request)
+            if self.prefix_caching_enabled and not request.skip_reading_prefix_cache:
+                self._stats.prefix_cache_queries += request.num_prompt_tokens
+                self._stats.prefix_cache_hits += hit.num_tokens
+        request.status = RequestStatus.RUNNING
+        request.row = heapq.heappop(self._free_rows)
+        request.admitted_step = plan.step
+        request.num_slots = self._kv.num_slots(request.kv)
+        request.num_computed_tokens = hit.num_tokens
+        request.num_schedulable_tokens = len(request.token_ids)
+        self._running.append(request)
+        plan.admitted.append(request)
+        plan.chunks.append((request, count))
+        plan.budget -= count
+        self._advance_chunk(plan, request, count)
+
+    def _advance_decodes(self, plan: StepPlan) -> None:
+        step = plan.step
+        for request in plan.decodes:
+            request.num_computed_tokens += 1
+            request.last_step = step
+        if self._async:
+            for request in plan.decodes:
+                if request.num_schedulable_tokens < request.max_total_tokens - 1:
+                    request.num_schedulable_tokens += 1
+        for request, _ in plan.grown:
+            if request.status is RequestStatus.RUNNING:
+                self._kv.register(request.kv, request.num_computed_tokens)
+
+    def _advance_chunk(self, plan: StepPlan, request: Request, count: int) -> None:
+        request.num_computed_tokens += count
+        request.last_step = plan.step
+        self._kv.register(request.kv, request.num_computed_tokens)
+        if request.num_computed_tokens == request.num_schedulable_tokens:
+            plan.sampling_chunks.append(request)
+            if self._async and request.num_schedulable_tokens < request.max_total_tokens - 1:
+                request.num_schedulable_tokens += 1
+
+    def _dispatch(self, plan: StepPlan) -> SchedulerOutput:
+        self._step = plan.step
+        sampling = plan.decodes + plan.sampling_chunks if plan.sampling_chunks else plan.decodes
+        self._in_flight.append(DispatchedStep(plan.step, sampling))
+        self._stats.num_scheduled_tokens += self.config.max_num_batched_tokens - plan.budget
+        return plan.to_message(self._kv.num_groups, self._known_tokens)
+
+    # ---- limits
+
+    def _long_allowed(self, prefills: list[Request]) -> bool:
+        """May another long prompt be started beside these?"""
+        threshold = self.config.long_prefill_token_threshold
+        num_long = sum(request.is_long and request.num_remaining_tokens > threshold for request in prefills)
+        return num_long < self.config.max_long_partial_prefills
+
+    def _prefill_limit(self, plan: StepPlan, request: Request, contended: bool) -> int:
+        """Most tokens a prefill may compute in this step; `contended` when another prompt could use the budget."""
+        if request.is_long and contended and self.chunked_prefill_enabled:
+            return min(plan.budget, self.config.long_prefill_token_threshold)
+        return plan.budget
+
+    def _blocks_to_finish(self, request: Request) -> int:
+        return self._kv.blocks_to_finish(request.kv, len(request.token_ids))
+
+    # ---- blocks
+
+    def _grow(self, plan: StepPlan, request: Request, num_tokens: int) -> bool:
+        """Allocate slots up to `num_tokens`, preempting requests of higher rank value. False: it must wait."""
+        while True:
+            appended = self._kv.grow(request.kv, request.num_computed_tokens, num_tokens)
+            if appended is not None:
+                if appended[0]:
+                    plan.grown.append((request, appended))
+                    request.num_slots = self._kv.num_slots(request.kv)
+                return True
+            plan.short_of_blocks = True
+            if self._retired_blocks_suffice(request, num_tokens):
+                return False
+            victim = max(self._running, key=lambda candidate: candidate.rank)
+            if victim is request:
+                if len(self._running) == 1 and not self._retired:
+                    raise RuntimeError(f"request {request.request_id} alone finds no blocks for {num_tokens} tokens")
+                return False
+            self._preempt(plan, victim)
+
+    def _retired_blocks_suffice(self, request: Request, num_tokens: int) -> bool:
+        """Enough blocks come back when the steps in flight are done; an upper bound, since blocks may be shared."""
+        coming = sum(self._kv.num_blocks_of(kv) for _, kv, _ in self._retired)
+        return coming > 0 and coming >= self._kv.num_missing_blocks(request.kv, num_tokens)
+
+    def _preempt(self, plan: StepPlan, request: Request) -> None:
+        """Take everything from a running request; it waits to be computed anew. Tokens in flight still reach it."""
+        plan.drop_decode(request)
+        self._running.remove(request)
+        self._retire(request)
+        request.kv = request.kv.restarted()
+        request.status = RequestStatus.WAITING
+        request.num_preemptions += 1
+        request.num_computed_tokens = request.num_slots = 0
+        request.num_schedulable_tokens = len(request.token_ids)
+        request.rank = self._rank(request)
+        self._waiting.add(request)
+        self._stats.num_preemptions += 1
+
+    def _retire(self, request: Request) -> None:
+        """Give blocks and row back, once no dispatched step can write them any more. Content stays findable."""
+        self._kv.register(request.kv, request.num_computed_tokens)
+        if request.last_step > self._completed_step:
+            self._retired.append((request.last_step, request.kv, request.row))
+        else:
+            self._release(request.kv, request.row)
+
+    def _release(self, kv: KVSequence, row: int) -> None:
+        self._kv.free(kv)
+        heapq.heappush(self._free_rows, row)
+
+    def _release_retired(self) -> None:
+        still_written = []
+        for entry in self._retired:
+            last_step, kv, row = entry
+            if last_step > self._completed_step:
+                still_written.append(entry)
+            else:
+                self._release(kv, row)
+        self._retired = still_written
+
+    # ---- results
+
+    def update_from_output(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> dict[int, EngineCoreOutputs]:
+        """Take the result of the oldest step in flight. Returns, by client, new tokens and ends.
+
+        Raises:
+            RuntimeError: The result is of another step, or has another number of tokens: the workers are out of step.
+        """
+        step = self._take_in_flight(scheduled, output)
+        requests, tokens = step.sampling, unpack_int32(output.sampled_token_ids)
+        if len(tokens) != len(requests):
+            raise RuntimeError(
+                f"step {step.step}: {len(requests)} requests sample, the workers returned {len(tokens)} tokens"
+            )
+        self._completed_step = step.step
+        if self._retired:
+            self._release_retired()
+        if step.has_late:
+            live = [request.status is not RequestStatus.FINISHED for request in requests]
+            requests, tokens = list(compress(requests, live)), array("i", compress(tokens, live))
+        clients = list(self._requests_of_client)
+        ended = self._append_tokens(requests, tokens)
+        started: list[Request] = []
+        if self._not_started:
+            started = [request for request in requests if request in self._not_started]
+            self._not_started.difference_update(started)
+        for request, _ in ended:
+            self._finish(request)
+        if ended:
+            self._drop_finished_from_running()
+        outputs = collect_outputs(
+            requests, tokens, ended, started, clients[0] if len(clients) == 1 else None, self._clock()
+        )
+        for first in outputs.values():
+            first.stats = self.make_stats()
+            break
+        return outputs
+
+    def _take_in_flight(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> DispatchedStep:
+        expected = self._in_flight[0].step if self._in_flight else None
+        if not expected == scheduled.step == output.step:
+            raise RuntimeError(
+                f"the result of step {output.step} was given for step {scheduled.step}, while the oldest "
+                f"step in flight is {expected}"
+            )
+        return self._in_flight.popleft()
+
+    def _append_tokens(self, requests: list[Request], tokens: array[int]) -> list[tuple[Request, FinishedRequest]]:
+        """Give each request its token. Returns those that end by it."""
+        ended = []
+        for request, token in zip(requests, tokens, strict=True):
+            token_ids = request.token_ids
+            token_ids.append(token)
+            if token in request.stop_token_ids or len(token_ids) == request.max_total_tokens:
+                end = end_of_request(request, self.config.max_model_len)
+                if end is not None:
+                    ended.append((request, end))
+        if not self._async:
+            for request in requests:
+                request.num_schedulable_tokens += 1
+        if self._known_tokens is not None:
+            self._known_tokens.learn(requests, tokens)
+        return ended
+
+    def _finish(self, request: Request) -> None:
+        """Forget a request. The caller reports its end, and clears it from `_running` when it has finished them all."""
+        del self._requests[request.request_id]
+        left = self._requests_of_client[request.client_index] - 1
+        if left:
+            self._requests_of_client[request.client_index] = left
+        else:
+            del self._requests_of_client[request.client_index]
+        self._not_started.discard(request)
+        if request.status is RequestStatus.RUNNING:
+            self._retire(request)
+        else:
+            self._waiting.remove(request)
+        request.status = RequestStatus.FINISHED
+        if request.last_step > self._completed_step:
+            for step in self._in_flight:
+                step.has_late = True
+
+    def _drop_finished_from_running(self) -> None:
+        self._running = [request for request in self._running if request.status is RequestStatus.RUNNING]
+
+    # ---- admission checks
+
+    def _check_admissible(self, request: Request) -> None:
+        prompt, limit = request.num_prompt_tokens, self.config.max_model_len
+        name = f"request {request.request_id}"
+        if request.request_id in self._requests:
+            raise RequestRefusedError(f"request_id {request.request_id!r} is in use by an unfinished request")
+        if prompt == 0:
+            raise RequestRefusedError(f"{name}: the prompt has no tokens")
+        if prompt >= limit:
+            raise RequestRefusedError(
+                f"{name}: a prompt of {prompt} tokens leaves no room for output; prompt and output "
+                f"together may have max_model_len = {limit}"
+            )
+        if prompt > self._pool_tokens:
+            raise RequestRefusedError(
+                f"{name}: a prompt of {prompt} tokens is more than the {self._pool_tokens} tokens "
+                f"of one sequence that the KV cache holds"
+            )
+        if not self.chunked_prefill_enabled and prompt > self.config.max_num_batched_tokens:
+            raise RequestRefusedError(
+                f"{name}: a prompt of {prompt} tokens does not fit in one step of max_num_batched_tokens = "
+                f"{self.config.max_num_batched_tokens}, and chunked prefill is off"
+            )
+        queue_limit = self.config.max_num_queued_requests
+        if queue_limit is not None and len(self._waiting) >= queue_limit + len(self._free_rows):
+            raise QueueFullError(
+                f"{len(self._waiting)} requests are waiting, {len(self._free_rows)} of them for the next "
+                f"step; max_num_queued_requests is {queue_limit}"
+            )

@@ -1,0 +1,36 @@
+"""Fixtures shared by all tests: one Ray instance per session, the demo model, and small random models."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+# Idle workers kept ready by Ray cost memory and start-up time that small tests do not earn back.
+os.environ.setdefault("RAY_enable_worker_prestart", "0")
+
+RAY_CPUS = 8
+"""Logical CPUs of the test cluster: more than the machine's, so that four workers fit on two cores."""
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """The one Ray instance of the session."""
+    import ray
+
+    ray.init(num_cpus=RAY_CPUS, include_dashboard=False, log_to_driver=False, namespace="tests")
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def smollm2_dir() -> Path:
+    """SmolLM2-135M-Instruct as a Hugging Face directory, fetched on first use."""
+    from engine_actors.fetch_model import fetch_model
+
+    return fetch_model("smollm2-135m-instruct")

@@ -1,0 +1,89 @@
+"""A server over the fake engine, and the unmodified openai client for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from engine_actors.serve import ServerSettings
+from engine_actors.serve import params as serve_params
+from scheduler.sampling_params import SamplingParams
+from scheduler.structured_params import StructuredOutputsParams
+from tests.engine_actors.serve.server import RunningServer, running
+
+LATER_FIELDS = {
+    "presence_penalty": (float, 0.0),
+    "frequency_penalty": (float, 0.0),
+    "repetition_penalty": (float, 1.0),
+    "logit_bias": (dict[int, float] | None, None),
+    "allowed_token_ids": (list[int] | None, None),
+    "bad_words": (list[str] | None, None),
+    "logprobs": (int | None, None),
+    "prompt_logprobs": (int | None, None),
+    "structured_outputs": (StructuredOutputsParams | None, None),
+}
+
+
+@pytest.fixture(scope="session")
+def tokenizer(smollm2_dir: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(smollm2_dir)
+
+
+@pytest.fixture(scope="session")
+def full_params() -> type[SamplingParams]:
+    """SamplingParams with every field the API maps, whether the engine has it yet or not."""
+    import msgspec
+
+    missing = {name: each for name, each in LATER_FIELDS.items() if name not in SamplingParams.__struct_fields__}
+    fields = [(name, kind, default) for name, (kind, default) in missing.items()]
+    return msgspec.defstruct("FullParams", fields, bases=(SamplingParams,), kw_only=True, omit_defaults=True)
+
+
+@pytest.fixture(scope="session")
+def session_server(tokenizer: Any, full_params: type[SamplingParams]) -> Iterator[RunningServer]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(serve_params, "SamplingParams", full_params)
+        with running(tokenizer, ServerSettings(first_output_wait_s=0.3)) as server:
+            yield server
+
+
+@pytest.fixture
+def server(session_server: RunningServer) -> Iterator[RunningServer]:
+    """The session's server, its engine as new."""
+    session_server.llm.reset()
+    yield session_server
+    if session_server.llm.gate is not None:
+        session_server.release(10_000)
+    assert session_server.llm.idle.wait(10)
+
+
+# Making a client takes 0.1 s, mostly for TLS it does not use: one of each per session.
+
+
+@pytest.fixture(scope="session")
+def session_client(session_server: RunningServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{session_server.url}/v1", api_key="none", max_retries=0, timeout=30) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def session_http(session_server: RunningServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=session_server.url, timeout=30) as made:
+        yield made
+
+
+@pytest.fixture
+def client(server: RunningServer, session_client: openai.OpenAI) -> openai.OpenAI:
+    return session_client
+
+
+@pytest.fixture
+def http(server: RunningServer, session_http: httpx.Client) -> httpx.Client:
+    return session_http

@@ -1,0 +1,73 @@
+"""The two directions of one client at EngineCoreActor."""
+
+from __future__ import annotations
+
+import random
+
+from engine_actors.core_streams import Inbox, Outbox
+from engine_actors.messages import (
+    AbortMessage,
+    AddMessage,
+    ClientMessage,
+    DisconnectMessage,
+    OutputBatch,
+    ShutdownMessage,
+    UtilityMessage,
+    UtilityOutput,
+    decode_batch,
+    decode_messages,
+    encode_messages,
+)
+from scheduler.output import EngineCoreOutputs, FinishedRequest, FinishReason, pack_int32
+from scheduler.request import EngineCoreRequest
+from scheduler.sampling_params import SamplingParams
+
+
+def test_messages_survive_the_wire() -> None:
+    request = EngineCoreRequest("a", pack_int32([1, 2]), SamplingParams(seed=3, stop=["x"]), [1], priority=2)
+    messages: list[ClientMessage] = [
+        AddMessage([request]),
+        AbortMessage(["a"]),
+        UtilityMessage(7, "echo", b"arguments"),
+        ShutdownMessage(1.5),
+        DisconnectMessage(),
+    ]
+    assert decode_messages(encode_messages(messages)) == messages
+
+
+def test_calls_that_arrive_in_any_order_are_handled_in_theirs() -> None:
+    rng = random.Random(1)
+    for _ in range(100):
+        order = list(range(20))
+        rng.shuffle(order)
+        inbox = Inbox()
+        handled = [data for sequence in order for data in inbox.accept(sequence, str(sequence).encode())]
+        assert handled == [str(sequence).encode() for sequence in range(20)]
+
+
+async def read_all(outbox: Outbox) -> list[OutputBatch]:
+    return [decode_batch(data) async for data in outbox.batches()]
+
+
+async def test_what_gathers_goes_out_as_one_batch_and_the_end_comes_last() -> None:
+    outbox = Outbox()
+    first = EngineCoreOutputs(["a"], [5])
+    second = EngineCoreOutputs(finished=[FinishedRequest("a", FinishReason.ABORT)])
+    outbox.put_outputs(first)
+    outbox.put_utility(UtilityOutput(1, result=b"x"))
+    outbox.put_outputs(second)
+    outbox.die("cause")
+    outbox.put_outputs(first)
+    outbox.stop()
+    (batch,) = await read_all(outbox)
+    assert batch.outputs == [first, second]
+    assert batch.utilities == [UtilityOutput(1, result=b"x")]
+    assert batch.engine_core_dead == "cause"
+
+
+async def test_stream_of_a_client_that_is_gone_ends_empty() -> None:
+    outbox = Outbox()
+    outbox.put_outputs(EngineCoreOutputs(["a"], [5]))
+    outbox.close()
+    outbox.put_outputs(EngineCoreOutputs(["a"], [5]))
+    assert await read_all(outbox) == [OutputBatch(stopped=True)]
