@@ -2,8 +2,8 @@
 
     python benchmarks/kernels.py [--threads 2] [--isa avx512] [--only linear attention rows]
 
-The limits are measured in the same run: reading 512 MB, and multiply-adds on registers. With one thread the clock is the
-thread's CPU time, so that other work on the machine disturbs less; otherwise wall time, the best of several.
+The limits are measured in the same run: reading 512 MB, and multiply-adds on registers. With one thread the clock is
+the thread's CPU time, so that other work on the machine disturbs less; otherwise wall time, the best of several.
 """
 
 from __future__ import annotations
@@ -35,8 +35,11 @@ class Bench:
         self.clock = time.thread_time if threads == 1 else time.perf_counter
         memory = huge_zeros((512 << 20,), torch.uint8).fill_(1)  # untouched pages would all be one zero page
         library, isa = kernels.library, kernels.isa_index
-        self.gb_s = memory.numel() / 1e9 / self.best(
-            lambda: library.ea_probe_read(isa, memory.data_ptr(), memory.numel(), threads))
+        self.gb_s = (
+            memory.numel()
+            / 1e9
+            / self.best(lambda: library.ea_probe_read(isa, memory.data_ptr(), memory.numel(), threads))
+        )
         rounds = 300_000
         done = library.ea_probe_arithmetic(isa, rounds, threads)
         self.gflop_s = done / self.best(lambda: library.ea_probe_arithmetic(isa, rounds, threads)) / 1e9
@@ -50,6 +53,15 @@ class Bench:
             call()
             times.append(self.clock() - start)
         return min(times)
+
+    def seconds_per_op(self, recorded: list[abi.Op], step: abi.Step) -> float:
+        """Run all operations as one program; what one of them takes."""
+        library = self.kernels.library
+        array = (abi.Op * len(recorded))(*recorded)
+        handle = library.ea_program_create(self.kernels.isa_index, array, len(recorded))
+        seconds = self.best(lambda: library.ea_program_run(handle, ctypes.byref(step), self.threads))
+        library.ea_program_destroy(handle)
+        return seconds / len(recorded)
 
     def report(self, name: str, seconds: float, num_bytes: float, flop: float) -> None:
         """Share of the limit: the time the machine needs at least, over the time taken."""
@@ -66,87 +78,81 @@ def bench_linear(bench: Bench) -> None:
             "gate_up": (2 * size["mlp"], hidden), "down": (hidden, size["mlp"]),
         }  # fmt: skip
         for name, (n, k) in shapes.items():
-            arena = HugePageArena()
-            copies = max(2, (96 << 20) // (2 * n * k))  # more than the caches hold: few rows must come from memory
-            weight = torch.randn(n, k).bfloat16()
-            packed = [PackedWeight(bench.kernels, weight, gate_up=name == "gate_up", arena=arena) for _ in range(copies)]
+            gate_up = name == "gate_up"
+            epilogue = abi.Epilogue.SILU_UP if gate_up else abi.Epilogue.STORE
+            arena, weight = HugePageArena(), torch.randn(n, k).bfloat16()
+            copies = max(2, (96 << 20) // (2 * n * k))  # more than caches hold: few rows must come from memory
+            packed = [PackedWeight(bench.kernels, weight, gate_up=gate_up, arena=arena) for _ in range(copies)]
             for rows in (1, 4, 8, 16, 32, 512):
-                x = torch.randn(rows, k).bfloat16()
-                columns = n // 2 if name == "gate_up" else n
-                outs = [torch.empty(rows, columns, dtype=torch.bfloat16)]
-                epilogue = abi.Epilogue.SILU_UP if name == "gate_up" else abi.Epilogue.STORE
-                used = packed if rows <= 64 else packed[:1]
-                recorded = (abi.Op * len(used))(*[
-                    ops.linear_op(p, epilogue, x=x.data_ptr(), ldx=k, y=outs[0].data_ptr(), ldy=columns) for p in used])
-                library = bench.kernels.library
-                handle = library.ea_program_create(bench.kernels.isa_index, recorded, len(used))
-                step = ops.rows_step(rows)
-                seconds = bench.best(
-                    lambda handle=handle, step=step: library.ea_program_run(handle, ctypes.byref(step), bench.threads))
-                library.ea_program_destroy(handle)
-                bench.report(f"{model} {name} {n}x{k}, {rows} rows", seconds / len(used), 2.0 * n * k, 2.0 * rows * n * k)
+                x, out = torch.randn(rows, k).bfloat16(), torch.empty(rows, n, dtype=torch.bfloat16)
+                recorded = [
+                    ops.linear_op(p, epilogue, x=x.data_ptr(), ldx=k, y=out.data_ptr(), ldy=n)
+                    for p in (packed if rows <= 64 else packed[:1])
+                ]
+                seconds = bench.seconds_per_op(recorded, ops.rows_step(rows))
+                bench.report(f"{model} {name} {n}x{k}, {rows} rows", seconds, 2.0 * n * k, 2.0 * rows * n * k)
 
 
 def bench_attention(bench: Bench) -> None:
-    cases = (("decode", 1, 1, 1024), ("decode", 32, 1, 80), ("decode", 32, 1, 1024), ("prefill", 1, 1900, 1900))
+    """Decode at several contexts, behind a shared prefix, and a whole prompt. Blocks lie in random order."""
+    cases = (
+        ("decode", 1, 1, 1024, 0), ("decode", 32, 1, 80, 0), ("decode", 32, 1, 1024, 0),
+        ("decode, 1024 shared,", 32, 1, 1100, 1024), ("prefill", 1, 1900, 1900, 0),
+    )  # fmt: skip
     for model, size in MODELS.items():
         params = AttentionParams(size["heads"], size["kv"], size["head"], size["head"] ** -0.5)
-        for name, requests, new, length in cases:
+        for name, requests, new, length, shared in cases:
             blocks = -(-length // 16)
-            layers = max(1, (64 << 20) // (4 * size["kv"] * size["head"] * blocks * 16 * requests)) if new == 1 else 1
-            layers = min(layers, 30)
+            kv_bytes = 4.0 * requests * length * size["kv"] * size["head"]
+            layers = max(1, min(30, int((64 << 20) // kv_bytes))) if new == 1 else 1
             shape = ops.kv_cache_shape(requests * blocks + 1, 16, size["kv"], size["head"])
             caches = [huge_zeros(shape, torch.bfloat16).normal_() for _ in range(layers)]
-            order = torch.randperm(requests * blocks).to(torch.int32) + 1
-            table = order.view(requests, blocks).contiguous()
-            starts = torch.arange(requests + 1, dtype=torch.int32) * new
-            slots = torch.zeros(requests * new, dtype=torch.int64)
-            metadata = AttentionMetadata(requests, requests * new, new, length, starts,
-                                         torch.full((requests,), length, dtype=torch.int32), table, slots, 16)
+            table = (torch.randperm(requests * blocks).to(torch.int32) + 1).view(requests, blocks).contiguous()
+            table[:, : shared // 16] = table[0, : shared // 16]
+            metadata = AttentionMetadata(
+                requests, requests * new, new, length, torch.arange(requests + 1, dtype=torch.int32) * new,
+                torch.full((requests,), length, dtype=torch.int32), table,
+                torch.zeros(requests * new, dtype=torch.int64), 16,
+            )  # fmt: skip
             q = torch.randn(requests * new, size["heads"] * size["head"]).bfloat16()
             out = torch.empty_like(q)
-            recorded = (abi.Op * layers)(*[
-                ops.attention_op(params, q=q.data_ptr(), ldq=q.stride(0), kv_cache=cache.data_ptr(), out=out.data_ptr(),
-                                 ldout=out.stride(0)) for cache in caches])
-            library = bench.kernels.library
-            handle = library.ea_program_create(bench.kernels.isa_index, recorded, layers)
+            recorded = [
+                ops.attention_op(params, q=q.data_ptr(), ldq=q.stride(0), kv_cache=cache, out=out.data_ptr(),
+                                 ldout=out.stride(0))
+                for cache in caches
+            ]  # fmt: skip
             group = ops.step_group(metadata, shape[0])
             step = abi.Step(num_tokens=requests * new, num_reqs=requests, num_groups=1, groups=ctypes.addressof(group))
-            seconds = bench.best(
-                lambda handle=handle, step=step: library.ea_program_run(handle, ctypes.byref(step), bench.threads)) / layers
-            library.ea_program_destroy(handle)
             pairs = requests * (length if new == 1 else new * (new + 1) / 2)
-            kv_bytes = 4.0 * requests * length * size["kv"] * size["head"]
-            bench.report(f"{model} attention {name}, {requests} x {length} keys", seconds, kv_bytes,
-                         4.0 * pairs * size["heads"] * size["head"])
+            bench.report(
+                f"{model} {name} {requests} x {length} keys", bench.seconds_per_op(recorded, step), kv_bytes,
+                4.0 * pairs * size["heads"] * size["head"],
+            )  # fmt: skip
 
 
 def bench_rows(bench: Bench) -> None:
     for model, size in MODELS.items():
-        hidden = size["hidden"]
+        hidden, qkv_size = size["hidden"], (size["heads"] + 2 * size["kv"]) * size["head"]
         params = AttentionParams(size["heads"], size["kv"], size["head"], 1.0)
-        qkv_size = (size["heads"] + 2 * size["kv"]) * size["head"]
         for rows in (1, 32, 1024):
             x, weight = torch.randn(rows, hidden).bfloat16(), torch.ones(hidden)
-            out = torch.empty_like(x)
+            out, qkv = torch.empty_like(x), torch.randn(rows, qkv_size).bfloat16()
             norm = abi.Op(kind=abi.OpKind.NORM)
-            norm.norm = abi.NormOp(x=x.data_ptr(), weight=weight.data_ptr(), y=out.data_ptr(), ldx=hidden, ldy=hidden,
-                                   hidden=hidden, eps=1e-5)
-            qkv = torch.randn(rows, qkv_size).bfloat16()
+            norm.norm = abi.NormOp(
+                x=x.data_ptr(), weight=weight.data_ptr(), y=out.data_ptr(), ldx=hidden, ldy=hidden, hidden=hidden,
+                eps=1e-5,
+            )  # fmt: skip
             cache = huge_zeros(ops.kv_cache_shape(rows // 16 + 1, 16, size["kv"], size["head"]), torch.bfloat16)
             cos_sin = torch.randn(2048, size["head"])
-            rotate = ops.qkv_op(params, qkv=qkv.data_ptr(), ldqkv=qkv_size, kv_cache=cache.data_ptr(), cos_sin=cos_sin)
-            slots, positions = torch.arange(rows), torch.arange(rows)
+            rotary = ops.qkv_op(params, qkv=qkv.data_ptr(), ldqkv=qkv_size, kv_cache=cache, cos_sin=cos_sin)
+            slots = torch.arange(rows)
             group = abi.StepGroup(slot_mapping=slots.data_ptr(), block_size=16, num_blocks=cache.shape[0])
-            step = abi.Step(num_tokens=rows, num_groups=1, groups=ctypes.addressof(group), positions=positions.data_ptr())
-            for name, op, moved in (("norm", norm, 4.0 * rows * hidden), ("rotary + KV write", rotate, 4.0 * rows * qkv_size)):
-                repeat = 200 if rows == 1 else 20
-                recorded = (abi.Op * repeat)(*[op] * repeat)
-                library = bench.kernels.library
-                handle = library.ea_program_create(bench.kernels.isa_index, recorded, repeat)
-                seconds = bench.best(lambda handle=handle, step=step: library.ea_program_run(
-                    handle, ctypes.byref(step), bench.threads)) / repeat
-                library.ea_program_destroy(handle)
+            step = abi.Step(num_tokens=rows, num_groups=1, groups=ctypes.addressof(group), positions=slots.data_ptr())
+            for name, op, moved in (
+                ("norm", norm, 4.0 * rows * hidden),
+                ("rotary + KV write", rotary, 4.0 * rows * qkv_size),
+            ):
+                seconds = bench.seconds_per_op([op] * (200 if rows == 1 else 20), step)
                 bench.report(f"{model} {name}, {rows} rows", seconds, moved, 0.0)
 
 

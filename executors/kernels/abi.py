@@ -71,7 +71,7 @@ class NormOp(ctypes.Structure):
 class QkvOp(ctypes.Structure):
     _fields_ = (
         ("qkv", c_void_p), ("q_weight", c_void_p), ("k_weight", c_void_p), ("cos_sin", c_void_p),
-        ("kv_cache", c_void_p), ("ldqkv", c_int64), ("max_position", c_int64),
+        ("kv_cache", c_void_p), ("ldqkv", c_int64), ("max_position", c_int64), ("block_stride", c_int64),
         ("num_heads", c_int32), ("num_kv_heads", c_int32), ("head_size", c_int32), ("rotary_dim", c_int32),
         ("eps", c_float), ("style", c_int32), ("group", c_int32),
     )  # fmt: skip
@@ -80,6 +80,7 @@ class QkvOp(ctypes.Structure):
 class AttentionOp(ctypes.Structure):
     _fields_ = (
         ("q", c_void_p), ("kv_cache", c_void_p), ("out", c_void_p), ("ldq", c_int64), ("ldout", c_int64),
+        ("block_stride", c_int64),
         ("num_heads", c_int32), ("num_kv_heads", c_int32), ("head_size", c_int32), ("sliding_window", c_int32),
         ("scale", c_float), ("soft_cap", c_float), ("group", c_int32), ("non_causal", c_int32),
     )  # fmt: skip
@@ -115,7 +116,7 @@ class Op(ctypes.Structure):
 class StepGroup(ctypes.Structure):
     _fields_ = (
         ("query_start_loc", c_void_p), ("seq_lens", c_void_p), ("block_table", c_void_p),
-        ("slot_mapping", c_void_p), ("block_table_stride", c_int64), ("num_blocks", c_int64),
+        ("slot_mapping", c_void_p), ("prompt_lens", c_void_p), ("block_table_stride", c_int64), ("num_blocks", c_int64),
         ("block_size", c_int32), ("reserved", c_int32),
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The compiled library of this process: loaded once, its instruction set chosen by cpuid, its threads set by the worker.
+"""The compiled library of this process: loaded once, instruction set chosen by cpuid, threads set by the worker.
 
 `native_kernels()` is what the rest of the engine asks; None means "use torch", and the reason is logged once.
 """
@@ -86,7 +86,8 @@ def _load() -> ctypes.CDLL:
         compiled = library.ea_struct_size(index)
         if compiled != ctypes.sizeof(structure):
             raise KernelBuildError(
-                f"{structure.__name__} is {compiled} bytes in {path} but {ctypes.sizeof(structure)} in abi.py")
+                f"{structure.__name__} is {compiled} bytes in {path} but {ctypes.sizeof(structure)} in abi.py"
+            )
     return library
 
 

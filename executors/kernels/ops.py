@@ -1,6 +1,6 @@
 """The kernels one by one, on torch tensors: for layers outside a recorded program, for tests and benchmarks.
 
-Each call costs a few microseconds of Python; a decoder's step is recorded once with `executors.kernels.program` instead.
+Each call costs a few microseconds of Python; a decoder's step is recorded once with `executors.kernels.program`.
 All tensors are bfloat16 on the CPU unless said otherwise; only the last dimension needs to be contiguous.
 """
 
@@ -27,12 +27,20 @@ def _check_rows(name: str, tensor: torch.Tensor, columns: int) -> None:
     if tensor.dim() != 2 or tensor.shape[1] != columns or tensor.dtype != torch.bfloat16 or tensor.stride(1) != 1:
         raise ValueError(
             f"{name} must be bfloat16 [rows, {columns}] with contiguous rows, got {tensor.dtype} "
-            f"{tuple(tensor.shape)} with strides {tensor.stride()}")
+            f"{tuple(tensor.shape)} with strides {tensor.stride()}"
+        )
 
 
-def linear(x: torch.Tensor, weight: PackedWeight, *, bias: torch.Tensor | None = None,
-           residual: torch.Tensor | None = None, activation: str | None = None, out: torch.Tensor | None = None,
-           num_threads: int = 0) -> torch.Tensor:
+def linear(
+    x: torch.Tensor,
+    weight: PackedWeight,
+    *,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    activation: str | None = None,
+    out: torch.Tensor | None = None,
+    num_threads: int = 0,
+) -> torch.Tensor:
     """x @ weight.T + bias, then either `+ residual` or act(gate) * up.
 
     Args:
@@ -58,22 +66,52 @@ def linear(x: torch.Tensor, weight: PackedWeight, *, bias: torch.Tensor | None =
     if out is None:
         out = torch.empty(x.shape[0], columns, dtype=torch.bfloat16)
     _check_rows("out", out, columns)
-    op = linear_op(weight, epilogue, x=x.data_ptr(), ldx=x.stride(0), y=out.data_ptr(), ldy=out.stride(0),
-                   bias=bias, residual=0 if residual is None else residual.data_ptr(),
-                   ldres=0 if residual is None else residual.stride(0))
+    op = linear_op(
+        weight,
+        epilogue,
+        x=x.data_ptr(),
+        ldx=x.stride(0),
+        y=out.data_ptr(),
+        ldy=out.stride(0),
+        bias=bias,
+        residual=0 if residual is None else residual.data_ptr(),
+        ldres=0 if residual is None else residual.stride(0),
+    )
     weight.kernels.run_op(op, rows_step(x.shape[0]), num_threads)
     return out
 
 
-def linear_op(weight: PackedWeight, epilogue: abi.Epilogue, *, x: int, ldx: int, y: int, ldy: int,
-              bias: torch.Tensor | None = None, residual: int = 0, ldres: int = 0, scale: float = 1.0,
-              soft_cap: float = 0.0) -> abi.Op:
+def linear_op(
+    weight: PackedWeight,
+    epilogue: abi.Epilogue,
+    *,
+    x: int,
+    ldx: int,
+    y: int,
+    ldy: int,
+    bias: torch.Tensor | None = None,
+    residual: int = 0,
+    ldres: int = 0,
+    scale: float = 1.0,
+    soft_cap: float = 0.0,
+) -> abi.Op:
     """The operation behind `linear`, `logits` and `greedy`, on addresses."""
     op = abi.Op(kind=abi.OpKind.LINEAR)
     op.linear = abi.LinearOp(
-        x=x, weight=weight.data.data_ptr(), bias=0 if bias is None else bias.data_ptr(), residual=residual, y=y,
-        ldx=ldx, ldres=ldres, ldy=ldy, n=weight.num_outputs, k=weight.num_inputs, scale=scale, soft_cap=soft_cap,
-        epilogue=epilogue)
+        x=x,
+        weight=weight.data.data_ptr(),
+        bias=0 if bias is None else bias.data_ptr(),
+        residual=residual,
+        y=y,
+        ldx=ldx,
+        ldres=ldres,
+        ldy=ldy,
+        n=weight.num_outputs,
+        k=weight.num_inputs,
+        scale=scale,
+        soft_cap=soft_cap,
+        epilogue=epilogue,
+    )
     return op
 
 
@@ -81,8 +119,16 @@ def logits(x: torch.Tensor, weight: PackedWeight, *, scale: float = 1.0, soft_ca
     """float32 [rows, num_outputs]: the head's sums rounded to bfloat16, scaled and soft-capped in bfloat16 steps."""
     _check_rows("x", x, weight.num_inputs)
     out = torch.empty(x.shape[0], weight.num_outputs, dtype=torch.float32)
-    op = linear_op(weight, abi.Epilogue.LOGITS, x=x.data_ptr(), ldx=x.stride(0), y=out.data_ptr(), ldy=out.stride(0),
-                   scale=scale, soft_cap=soft_cap or 0.0)
+    op = linear_op(
+        weight,
+        abi.Epilogue.LOGITS,
+        x=x.data_ptr(),
+        ldx=x.stride(0),
+        y=out.data_ptr(),
+        ldy=out.stride(0),
+        scale=scale,
+        soft_cap=soft_cap or 0.0,
+    )
     weight.kernels.run_op(op, rows_step(x.shape[0]))
     return out
 
@@ -91,17 +137,32 @@ def greedy(x: torch.Tensor, weight: PackedWeight, *, scale: float = 1.0, soft_ca
     """int64 [rows]: the first index of the largest of `logits`, which are never stored. -1 when all are NaN."""
     _check_rows("x", x, weight.num_inputs)
     out = torch.empty(x.shape[0], dtype=torch.int64)
-    op = linear_op(weight, abi.Epilogue.ARGMAX, x=x.data_ptr(), ldx=x.stride(0), y=out.data_ptr(), ldy=1,
-                   scale=scale, soft_cap=soft_cap or 0.0)
+    op = linear_op(
+        weight,
+        abi.Epilogue.ARGMAX,
+        x=x.data_ptr(),
+        ldx=x.stride(0),
+        y=out.data_ptr(),
+        ldy=1,
+        scale=scale,
+        soft_cap=soft_cap or 0.0,
+    )
     step = rows_step(x.shape[0])
     step.num_samples = x.shape[0]
     weight.kernels.run_op(op, step)
     return out
 
 
-def rms_norm(kernels: NativeKernels, x: torch.Tensor, weight: torch.Tensor, eps: float, *,
-             style: abi.NormStyle = abi.NormStyle.ROUND_THEN_SCALE, residual: torch.Tensor | None = None,
-             pre_weight: torch.Tensor | None = None) -> torch.Tensor:
+def rms_norm(
+    kernels: NativeKernels,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    style: abi.NormStyle = abi.NormStyle.ROUND_THEN_SCALE,
+    residual: torch.Tensor | None = None,
+    pre_weight: torch.Tensor | None = None,
+) -> torch.Tensor:
     """RMSNorm of x, or of `residual += x` (updated in place), where x is normalised first by `pre_weight` if given.
 
     Args:
@@ -118,10 +179,18 @@ def rms_norm(kernels: NativeKernels, x: torch.Tensor, weight: torch.Tensor, eps:
     out = torch.empty(rows, hidden, dtype=torch.bfloat16)
     op = abi.Op(kind=abi.OpKind.NORM)
     op.norm = abi.NormOp(
-        x=x.data_ptr(), residual=0 if residual is None else residual.data_ptr(),
-        pre_weight=0 if pre_weight is None else pre_weight.data_ptr(), weight=weight.data_ptr(), y=out.data_ptr(),
-        ldx=x.stride(0), ldres=0 if residual is None else residual.stride(0), ldy=hidden, hidden=hidden, eps=eps,
-        style=style)
+        x=x.data_ptr(),
+        residual=0 if residual is None else residual.data_ptr(),
+        pre_weight=0 if pre_weight is None else pre_weight.data_ptr(),
+        weight=weight.data_ptr(),
+        y=out.data_ptr(),
+        ldx=x.stride(0),
+        ldres=0 if residual is None else residual.stride(0),
+        ldy=hidden,
+        hidden=hidden,
+        eps=eps,
+        style=style,
+    )
     kernels.run_op(op, rows_step(rows))
     return out
 
@@ -140,48 +209,104 @@ def kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_siz
 
 def step_group(metadata: AttentionMetadata, num_blocks: int) -> abi.StepGroup:
     """One KV group's view of the batch. The tensors of `metadata` must outlive it."""
-    for name, dtype in (("query_start_loc", torch.int32), ("seq_lens", torch.int32), ("block_table", torch.int32),
-                        ("slot_mapping", torch.int64)):
+    for name, dtype in (
+        ("query_start_loc", torch.int32),
+        ("seq_lens", torch.int32),
+        ("block_table", torch.int32),
+        ("slot_mapping", torch.int64),
+    ):
         tensor = getattr(metadata, name)
         if tensor.dtype != dtype or tensor.stride(-1) != 1:
             raise ValueError(f"{name} must be contiguous {dtype}, got {tensor.dtype} with strides {tensor.stride()}")
+    prompt_lens = metadata.prompt_lens
+    if prompt_lens is not None and prompt_lens.dtype != torch.int32:
+        raise ValueError(f"prompt_lens must be torch.int32, got {prompt_lens.dtype}")
     return abi.StepGroup(
-        query_start_loc=metadata.query_start_loc.data_ptr(), seq_lens=metadata.seq_lens.data_ptr(),
-        block_table=metadata.block_table.data_ptr(), slot_mapping=metadata.slot_mapping.data_ptr(),
-        block_table_stride=metadata.block_table.stride(0), num_blocks=num_blocks, block_size=metadata.block_size)
+        prompt_lens=0 if prompt_lens is None else prompt_lens.data_ptr(),
+        query_start_loc=metadata.query_start_loc.data_ptr(),
+        seq_lens=metadata.seq_lens.data_ptr(),
+        block_table=metadata.block_table.data_ptr(),
+        slot_mapping=metadata.slot_mapping.data_ptr(),
+        block_table_stride=metadata.block_table.stride(0),
+        num_blocks=num_blocks,
+        block_size=metadata.block_size,
+    )
 
 
-def qkv_op(params: AttentionParams, *, qkv: int, ldqkv: int, kv_cache: int, cos_sin: torch.Tensor | None,
-           q_weight: torch.Tensor | None = None, k_weight: torch.Tensor | None = None, eps: float = 0.0,
-           style: abi.NormStyle = abi.NormStyle.ROUND_THEN_SCALE, group: int = 0) -> abi.Op:
+def qkv_op(
+    params: AttentionParams,
+    *,
+    qkv: int,
+    ldqkv: int,
+    kv_cache: torch.Tensor,
+    cos_sin: torch.Tensor | None,
+    q_weight: torch.Tensor | None = None,
+    k_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+    style: abi.NormStyle = abi.NormStyle.ROUND_THEN_SCALE,
+    group: int = 0,
+) -> abi.Op:
     """Norm (optional) and rotation (optional) of q and k, and writing k and v, for rows [q heads, k heads, v heads]."""
     op = abi.Op(kind=abi.OpKind.QKV)
     op.qkv = abi.QkvOp(
-        qkv=qkv, q_weight=0 if q_weight is None else q_weight.data_ptr(),
+        qkv=qkv,
+        q_weight=0 if q_weight is None else q_weight.data_ptr(),
         k_weight=0 if k_weight is None else k_weight.data_ptr(),
-        cos_sin=0 if cos_sin is None else cos_sin.data_ptr(), kv_cache=kv_cache, ldqkv=ldqkv,
-        max_position=0 if cos_sin is None else cos_sin.shape[0], num_heads=params.num_heads,
-        num_kv_heads=params.num_kv_heads, head_size=params.head_size,
-        rotary_dim=0 if cos_sin is None else cos_sin.shape[1], eps=eps, style=style, group=group)
+        cos_sin=0 if cos_sin is None else cos_sin.data_ptr(),
+        kv_cache=kv_cache.data_ptr(),
+        ldqkv=ldqkv,
+        block_stride=kv_cache.stride(0),
+        max_position=0 if cos_sin is None else cos_sin.shape[0],
+        num_heads=params.num_heads,
+        num_kv_heads=params.num_kv_heads,
+        head_size=params.head_size,
+        rotary_dim=0 if cos_sin is None else cos_sin.shape[1],
+        eps=eps,
+        style=style,
+        group=group,
+    )
     return op
 
 
-def attention_op(params: AttentionParams, *, q: int, ldq: int, kv_cache: int, out: int, ldout: int,
-                 group: int = 0) -> abi.Op:
+def attention_op(
+    params: AttentionParams, *, q: int, ldq: int, kv_cache: torch.Tensor, out: int, ldout: int, group: int = 0
+) -> abi.Op:
     """Attention of rows of q over the cache, which already holds this step's keys and values."""
     op = abi.Op(kind=abi.OpKind.ATTENTION)
     op.attention = abi.AttentionOp(
-        q=q, kv_cache=kv_cache, out=out, ldq=ldq, ldout=ldout, num_heads=params.num_heads,
-        num_kv_heads=params.num_kv_heads, head_size=params.head_size, sliding_window=params.sliding_window or 0,
-        scale=params.scale, soft_cap=params.logits_soft_cap or 0.0, group=group, non_causal=int(params.non_causal))
+        q=q,
+        kv_cache=kv_cache.data_ptr(),
+        out=out,
+        ldq=ldq,
+        ldout=ldout,
+        block_stride=kv_cache.stride(0),
+        num_heads=params.num_heads,
+        num_kv_heads=params.num_kv_heads,
+        head_size=params.head_size,
+        sliding_window=params.sliding_window or 0,
+        scale=params.scale,
+        soft_cap=params.logits_soft_cap or 0.0,
+        group=group,
+        non_causal=int(params.non_causal),
+    )
     return op
 
 
-def attention(kernels: NativeKernels, params: AttentionParams, qkv: torch.Tensor, kv_cache: torch.Tensor,
-              metadata: AttentionMetadata, *, positions: torch.Tensor | None = None,
-              cos_sin: torch.Tensor | None = None, q_weight: torch.Tensor | None = None,
-              k_weight: torch.Tensor | None = None, eps: float = 0.0,
-              style: abi.NormStyle = abi.NormStyle.ROUND_THEN_SCALE, num_threads: int = 0) -> torch.Tensor:
+def attention(
+    kernels: NativeKernels,
+    params: AttentionParams,
+    qkv: torch.Tensor,
+    kv_cache: torch.Tensor,
+    metadata: AttentionMetadata,
+    *,
+    positions: torch.Tensor | None = None,
+    cos_sin: torch.Tensor | None = None,
+    q_weight: torch.Tensor | None = None,
+    k_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+    style: abi.NormStyle = abi.NormStyle.ROUND_THEN_SCALE,
+    num_threads: int = 0,
+) -> torch.Tensor:
     """Norm and rotate q and k of `qkv` (in place), write k and v into the cache, and attend.
 
     Args:
@@ -196,17 +321,42 @@ def attention(kernels: NativeKernels, params: AttentionParams, qkv: torch.Tensor
     """
     _check_rows("qkv", qkv, (params.num_heads + 2 * params.num_kv_heads) * params.head_size)
     expected = kv_cache_shape(kv_cache.shape[0], metadata.block_size, params.num_kv_heads, params.head_size)
-    if kv_cache.shape != expected or kv_cache.dtype != torch.bfloat16 or not kv_cache.is_contiguous():
-        raise ValueError(f"kv_cache must be contiguous bfloat16 {expected}, got {kv_cache.dtype} {tuple(kv_cache.shape)}")
+    if kv_cache.shape != expected or kv_cache.dtype != torch.bfloat16 or not kv_cache[0].is_contiguous():
+        raise ValueError(
+            f"kv_cache must be bfloat16 {expected} with contiguous blocks, got {kv_cache.dtype} "
+            f"{tuple(kv_cache.shape)} with strides {kv_cache.stride()}"
+        )
     if (cos_sin is None) != (positions is None):
         raise ValueError("positions and cos_sin go together")
     out = torch.empty(qkv.shape[0], params.num_heads * params.head_size, dtype=torch.bfloat16)
     group = step_group(metadata, kv_cache.shape[0])
-    step = abi.Step(positions=0 if positions is None else positions.data_ptr(), num_tokens=metadata.num_tokens,
-                    num_reqs=metadata.num_reqs, num_groups=1)
+    step = abi.Step(
+        positions=0 if positions is None else positions.data_ptr(),
+        num_tokens=metadata.num_tokens,
+        num_reqs=metadata.num_reqs,
+        num_groups=1,
+    )
     step.groups = ctypes.addressof(group)
-    kernels.run_op(qkv_op(params, qkv=qkv.data_ptr(), ldqkv=qkv.stride(0), kv_cache=kv_cache.data_ptr(),
-                          cos_sin=cos_sin, q_weight=q_weight, k_weight=k_weight, eps=eps, style=style), step, num_threads)
-    kernels.run_op(attention_op(params, q=qkv.data_ptr(), ldq=qkv.stride(0), kv_cache=kv_cache.data_ptr(),
-                                out=out.data_ptr(), ldout=out.stride(0)), step, num_threads)
+    kernels.run_op(
+        qkv_op(
+            params,
+            qkv=qkv.data_ptr(),
+            ldqkv=qkv.stride(0),
+            kv_cache=kv_cache,
+            cos_sin=cos_sin,
+            q_weight=q_weight,
+            k_weight=k_weight,
+            eps=eps,
+            style=style,
+        ),
+        step,
+        num_threads,
+    )
+    kernels.run_op(
+        attention_op(
+            params, q=qkv.data_ptr(), ldq=qkv.stride(0), kv_cache=kv_cache, out=out.data_ptr(), ldout=out.stride(0)
+        ),
+        step,
+        num_threads,
+    )
     return out

@@ -1,4 +1,4 @@
-"""PackedWeight: a linear layer's weight in the panels the kernels read. Made once at load time, from row-major bfloat16.
+"""A linear layer's weight in the panels the kernels read, made once at load time from row-major bfloat16.
 
 Panels hold 32 outputs: [panels][inputs / 2][32 outputs][2 inputs], padded with zeros. A gate-up weight interleaves its
 halves by 16, so that one panel holds gates together with the ups they multiply.
@@ -25,11 +25,13 @@ class PackedWeight:
         gate_up: Rows were [gates; ups] and are interleaved.
     """
 
-    def __init__(self, kernels: NativeKernels, weight: torch.Tensor, *, gate_up: bool = False,
-                 arena: HugePageArena | None = None) -> None:
+    def __init__(
+        self, kernels: NativeKernels, weight: torch.Tensor, *, gate_up: bool = False, arena: HugePageArena | None = None
+    ) -> None:
         if weight.dim() != 2 or weight.dtype != torch.bfloat16 or weight.device.type != "cpu":
             raise ValueError(
-                f"weight must be a bfloat16 CPU matrix, got {weight.dtype} {tuple(weight.shape)} on {weight.device}")
+                f"weight must be a bfloat16 CPU matrix, got {weight.dtype} {tuple(weight.shape)} on {weight.device}"
+            )
         if weight.shape[1] % 2:
             raise ValueError(f"weight must have an even number of inputs, got {weight.shape[1]}")
         if gate_up and weight.shape[0] % 2:
@@ -41,8 +43,9 @@ class PackedWeight:
         self.gate_up = gate_up
         shape = (self.num_panels, self.num_inputs // 2, PANEL, 2)
         self.data = (arena or HugePageArena(0)).zeros(shape, torch.bfloat16)
-        kernels.library.ea_pack_bf16(weight.data_ptr(), weight.stride(0), self.num_outputs, self.num_inputs,
-                                     int(gate_up), self.data.data_ptr())
+        kernels.library.ea_pack_bf16(
+            weight.data_ptr(), weight.stride(0), self.num_outputs, self.num_inputs, int(gate_up), self.data.data_ptr()
+        )
 
     @property
     def num_panels(self) -> int:
@@ -51,8 +54,14 @@ class PackedWeight:
     def unpack(self) -> torch.Tensor:
         """The weight as it was given: bfloat16 [num_outputs, num_inputs]."""
         weight = torch.empty(self.num_outputs, self.num_inputs, dtype=torch.bfloat16)
-        self.kernels.library.ea_unpack_bf16(self.data.data_ptr(), self.num_outputs, self.num_inputs,
-                                            int(self.gate_up), weight.data_ptr(), self.num_inputs)
+        self.kernels.library.ea_unpack_bf16(
+            self.data.data_ptr(),
+            self.num_outputs,
+            self.num_inputs,
+            int(self.gate_up),
+            weight.data_ptr(),
+            self.num_inputs,
+        )
         return weight
 
     def pack_bias(self, bias: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """A decoder's step as one native call: the operations of all layers, recorded once and replayed for every batch.
 
-`DecoderProgram` takes weights already packed (`DecoderLayer`), owns the activation buffers, and is bound to the KV caches
-when they exist. `run` then computes embedding, layers, final norm, head and greedy tokens without returning to Python.
+`DecoderProgram` takes weights already packed (`DecoderLayer`), owns the activation buffers, and is bound to the KV
+caches when they exist. `run` then computes embedding, layers, final norm, head and greedy tokens without returning to Python.
 """
 
 from __future__ import annotations
@@ -144,9 +144,18 @@ class DecoderProgram:
         self._handle = self._kernels.library.ea_program_create(self._kernels.isa_index, array, len(self._ops))
         self._groups = (abi.StepGroup * len(self._group_names))()
 
-    def run(self, input_ids: torch.Tensor, positions: torch.Tensor, metadata: Mapping[str, AttentionMetadata],
-            sample_rows: torch.Tensor, *, want_greedy: bool = True, want_logits: bool = False,
-            num_threads: int = 0, profile: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def run(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: Mapping[str, AttentionMetadata],
+        sample_rows: torch.Tensor,
+        *,
+        want_greedy: bool = True,
+        want_logits: bool = False,
+        num_threads: int = 0,
+        profile: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Compute one step.
 
         Args:
@@ -165,21 +174,29 @@ class DecoderProgram:
         if num_tokens > self.max_num_tokens or num_samples > self.max_num_samples:
             raise ValueError(
                 f"a step may have {self.max_num_tokens} tokens and {self.max_num_samples} samples, "
-                f"got {num_tokens} and {num_samples}")
+                f"got {num_tokens} and {num_samples}"
+            )
         if want_logits and self._logits is None:
             self._logits = torch.zeros(self.max_num_samples, self._decoder.head.num_outputs)
             self._rebind_logits()
         for index, name in enumerate(self._group_names):
             self._groups[index] = ops.step_group(metadata[name], self._num_blocks[name])
         step = abi.Step(
-            input_ids=input_ids.data_ptr(), positions=positions.data_ptr(), sample_rows=sample_rows.data_ptr(),
-            groups=ctypes.addressof(self._groups), num_tokens=num_tokens,
-            num_reqs=metadata[self._group_names[0]].num_reqs, num_samples=num_samples,
+            input_ids=input_ids.data_ptr(),
+            positions=positions.data_ptr(),
+            sample_rows=sample_rows.data_ptr(),
+            groups=ctypes.addressof(self._groups),
+            num_tokens=num_tokens,
+            num_reqs=metadata[self._group_names[0]].num_reqs,
+            num_samples=num_samples,
             num_groups=len(self._group_names),
             profile=0 if profile is None else profile.data_ptr(),
-            outputs=want_greedy * abi.GREEDY_OUTPUT | want_logits * abi.LOGITS_OUTPUT)
+            outputs=want_greedy * abi.GREEDY_OUTPUT | want_logits * abi.LOGITS_OUTPUT,
+        )
         check_status(self._kernels.library.ea_program_run(self._handle, ctypes.byref(step), num_threads))
-        return self._greedy[:num_samples], self._logits[:num_samples] if want_logits and self._logits is not None else None
+        return self._greedy[:num_samples], self._logits[
+            :num_samples
+        ] if want_logits and self._logits is not None else None
 
     def hidden_states(self, num_samples: int) -> torch.Tensor:
         """Normalised hidden states of the last step's sampled rows: bfloat16 [num_samples, hidden], a view."""
@@ -217,8 +234,16 @@ class DecoderProgram:
             (abi.Epilogue.LOGITS, abi.Condition.LOGITS, 0 if self._logits is None else self._logits.data_ptr(),
              decoder.head.num_outputs),
         ):  # fmt: skip
-            op = ops.linear_op(decoder.head, epilogue, x=self._normed.address, ldx=self._normed.stride, y=out, ldy=stride,
-                               scale=decoder.logits_scale, soft_cap=decoder.logits_soft_cap or 0.0)
+            op = ops.linear_op(
+                decoder.head,
+                epilogue,
+                x=self._normed.address,
+                ldx=self._normed.stride,
+                y=out,
+                ldy=stride,
+                scale=decoder.logits_scale,
+                soft_cap=decoder.logits_soft_cap or 0.0,
+            )
             op.rows, op.condition = abi.RowSet.SAMPLED, condition
             recorded.append(op)
         return recorded
@@ -227,55 +252,130 @@ class DecoderProgram:
         """After the last layer's attention only sampled rows go on, gathered to the front of the buffers."""
         decoder, recorded, residual = self._decoder, [], self._residual
         recorded.append(self._linear(layer.qkv, abi.Epilogue.STORE, self._normed, self._qkv, layer.qkv_bias))
-        cache = self._caches[layer.name].data_ptr()
-        recorded.append(ops.qkv_op(
-            layer.params, qkv=self._qkv.address, ldqkv=self._qkv.stride, kv_cache=cache, cos_sin=layer.cos_sin,
-            q_weight=layer.q_norm, k_weight=layer.k_norm, eps=decoder.eps, style=decoder.norm_style, group=group))
-        rest = [ops.attention_op(
-            layer.params, q=self._qkv.address, ldq=self._qkv.stride, kv_cache=cache, out=self._attended.address,
-            ldout=self._attended.stride, group=group)]
+        cache = self._caches[layer.name]
+        recorded.append(
+            ops.qkv_op(
+                layer.params,
+                qkv=self._qkv.address,
+                ldqkv=self._qkv.stride,
+                kv_cache=cache,
+                cos_sin=layer.cos_sin,
+                q_weight=layer.q_norm,
+                k_weight=layer.k_norm,
+                eps=decoder.eps,
+                style=decoder.norm_style,
+                group=group,
+            )
+        )
+        rest = [
+            ops.attention_op(
+                layer.params,
+                q=self._qkv.address,
+                ldq=self._qkv.stride,
+                kv_cache=cache,
+                out=self._attended.address,
+                ldout=self._attended.stride,
+                group=group,
+            )
+        ]
         if is_last:
             gather = abi.Op(kind=abi.OpKind.GATHER)
-            gather.gather = abi.GatherOp(src=residual.address, dst=self._sampled.address, ldsrc=residual.stride,
-                                         lddst=self._sampled.stride, columns=residual.columns)
+            gather.gather = abi.GatherOp(
+                src=residual.address,
+                dst=self._sampled.address,
+                ldsrc=residual.stride,
+                lddst=self._sampled.stride,
+                columns=residual.columns,
+            )
             rest.append(gather)
             residual = self._sampled
-        rest += self._block_output(layer.attention_output, self._attended, layer.attention_output_bias, residual,
-                                   layer.post_attention_norm, layer.pre_mlp_norm)
-        rest.append(self._linear(layer.gate_up, ACTIVATIONS[decoder.activation], self._normed, self._mlp,
-                                 layer.gate_up_bias))
-        rest += self._block_output(layer.down, self._mlp, layer.down_bias, residual, layer.post_mlp_norm, following_norm)
+        rest += self._block_output(
+            layer.attention_output,
+            self._attended,
+            layer.attention_output_bias,
+            residual,
+            layer.post_attention_norm,
+            layer.pre_mlp_norm,
+        )
+        rest.append(
+            self._linear(layer.gate_up, ACTIVATIONS[decoder.activation], self._normed, self._mlp, layer.gate_up_bias)
+        )
+        rest += self._block_output(
+            layer.down, self._mlp, layer.down_bias, residual, layer.post_mlp_norm, following_norm
+        )
         for op in rest:
             op.rows = abi.RowSet.SAMPLED if is_last else abi.RowSet.TOKENS
         return recorded + rest
 
-    def _block_output(self, weight: PackedWeight, x: _Buffer, bias: torch.Tensor | None, residual: _Buffer,
-                      post_norm: torch.Tensor | None, following_norm: torch.Tensor) -> list[abi.Op]:
+    def _block_output(
+        self,
+        weight: PackedWeight,
+        x: _Buffer,
+        bias: torch.Tensor | None,
+        residual: _Buffer,
+        post_norm: torch.Tensor | None,
+        following_norm: torch.Tensor,
+    ) -> list[abi.Op]:
         """residual += norm?(x @ weight); normed = norm(residual)."""
         if post_norm is None:
-            return [self._linear(weight, abi.Epilogue.RESIDUAL, x, residual, bias, residual),
-                    self._norm(residual, following_norm)]
-        return [self._linear(weight, abi.Epilogue.STORE, x, self._projected, bias),
-                self._norm(self._projected, following_norm, residual, post_norm)]
+            return [
+                self._linear(weight, abi.Epilogue.RESIDUAL, x, residual, bias, residual),
+                self._norm(residual, following_norm),
+            ]
+        return [
+            self._linear(weight, abi.Epilogue.STORE, x, self._projected, bias),
+            self._norm(self._projected, following_norm, residual, post_norm),
+        ]
 
     def _embed(self) -> abi.Op:
         weight = self._decoder.embedding
         op = abi.Op(kind=abi.OpKind.EMBED)
-        op.embed = abi.EmbedOp(weight=weight.data.data_ptr(), y=self._residual.address, ldy=self._residual.stride,
-                               n=weight.num_outputs, k=weight.num_inputs, scale=self._decoder.embedding_scale)
+        op.embed = abi.EmbedOp(
+            weight=weight.data.data_ptr(),
+            y=self._residual.address,
+            ldy=self._residual.stride,
+            n=weight.num_outputs,
+            k=weight.num_inputs,
+            scale=self._decoder.embedding_scale,
+        )
         return op
 
-    def _linear(self, weight: PackedWeight, epilogue: abi.Epilogue, x: _Buffer, y: _Buffer, bias: torch.Tensor | None,
-                residual: _Buffer | None = None) -> abi.Op:
-        return ops.linear_op(weight, epilogue, x=x.address, ldx=x.stride, y=y.address, ldy=y.stride, bias=bias,
-                             residual=residual.address if residual else 0, ldres=residual.stride if residual else 0)
+    def _linear(
+        self,
+        weight: PackedWeight,
+        epilogue: abi.Epilogue,
+        x: _Buffer,
+        y: _Buffer,
+        bias: torch.Tensor | None,
+        residual: _Buffer | None = None,
+    ) -> abi.Op:
+        return ops.linear_op(
+            weight,
+            epilogue,
+            x=x.address,
+            ldx=x.stride,
+            y=y.address,
+            ldy=y.stride,
+            bias=bias,
+            residual=residual.address if residual else 0,
+            ldres=residual.stride if residual else 0,
+        )
 
-    def _norm(self, x: _Buffer, weight: torch.Tensor, residual: _Buffer | None = None,
-              pre_weight: torch.Tensor | None = None) -> abi.Op:
+    def _norm(
+        self, x: _Buffer, weight: torch.Tensor, residual: _Buffer | None = None, pre_weight: torch.Tensor | None = None
+    ) -> abi.Op:
         op = abi.Op(kind=abi.OpKind.NORM)
         op.norm = abi.NormOp(
-            x=x.address, residual=residual.address if residual else 0,
-            pre_weight=0 if pre_weight is None else pre_weight.data_ptr(), weight=weight.data_ptr(),
-            y=self._normed.address, ldx=x.stride, ldres=residual.stride if residual else 0, ldy=self._normed.stride,
-            hidden=x.columns, eps=self._decoder.eps, style=self._decoder.norm_style)
+            x=x.address,
+            residual=residual.address if residual else 0,
+            pre_weight=0 if pre_weight is None else pre_weight.data_ptr(),
+            weight=weight.data_ptr(),
+            y=self._normed.address,
+            ldx=x.stride,
+            ldres=residual.stride if residual else 0,
+            ldy=self._normed.stride,
+            hidden=x.columns,
+            eps=self._decoder.eps,
+            style=self._decoder.norm_style,
+        )
         return op

@@ -54,7 +54,7 @@ struct QkvOp {
   const float* k_weight;  // null: no q/k norm
   const float* cos_sin;   // [max_position][rotary_dim]: cosines, then sines; null: no rotation
   bf16* kv_cache;
-  int64_t ldqkv, max_position;
+  int64_t ldqkv, max_position, block_stride;  // block_stride: elements from one cache block to the next
   int32_t num_heads, num_kv_heads, head_size, rotary_dim;
   float eps;
   int32_t style, group;
@@ -64,7 +64,7 @@ struct AttentionOp {
   const bf16* q;  // [tokens][num_heads][head_size] with row stride ldq
   const bf16* kv_cache;
   bf16* out;      // [tokens][num_heads * head_size] with row stride ldout
-  int64_t ldq, ldout;
+  int64_t ldq, ldout, block_stride;
   int32_t num_heads, num_kv_heads, head_size, sliding_window;  // sliding_window 0 is off
   float scale, soft_cap;
   int32_t group, non_causal;
@@ -106,6 +106,7 @@ struct StepGroup {  // one KV group's view of the batch, as in executors/attenti
   const int32_t* seq_lens;
   const int32_t* block_table;
   const int64_t* slot_mapping;
+  const int32_t* prompt_lens;  // read by non-causal layers; null: every new token is of a prompt
   int64_t block_table_stride, num_blocks;
   int32_t block_size, reserved;
 };

@@ -56,7 +56,7 @@ struct Tiles {
 
 static void find_tiles(Tiles& tiles, const AttendCall& call, const PlanItem& item, int kv_head, int chunk) {
   const AttentionOp& op = *call.op;
-  const CacheLayout cache(op.num_kv_heads, op.head_size, call.block_size);
+  const CacheLayout cache(op.block_stride, op.head_size, call.block_size);
   const QueryToken* tokens = call.tokens + item.first_token;
   const int32_t* blocks = call.block_table + tokens[0].request * call.block_table_stride;
   const int start = chunk * kChunk;

@@ -9,8 +9,8 @@ constexpr int kTile = 16;
 struct CacheLayout {
   int64_t block_stride, head_stride, value_offset, tile_size;
   int head_size, block_size;
-  CacheLayout(int num_kv_heads, int head_size_, int block_size_)
-      : block_stride((int64_t)num_kv_heads * 2 * block_size_ * head_size_),
+  CacheLayout(int64_t block_stride_, int head_size_, int block_size_)
+      : block_stride(block_stride_),
         head_stride((int64_t)2 * block_size_ * head_size_),
         value_offset((int64_t)block_size_ * head_size_),
         tile_size((int64_t)kTile * head_size_),

@@ -31,6 +31,7 @@ void collect_tokens(AttentionPlan& plan, std::vector<Request>& requests, const S
   for (int32_t r = 0; r < step.num_reqs; r++) {
     const int32_t start = group.query_start_loc[r], stop = group.query_start_loc[r + 1];
     const int32_t computed = group.seq_lens[r] - (stop - start);
+    const int32_t prompt_end = group.prompt_lens ? std::min(group.prompt_lens[r], group.seq_lens[r]) : group.seq_lens[r];
     Request request = {(int32_t)plan.tokens.size(), 0, 0};
     for (int32_t t = start; t < stop; t++) {
       if (rows) {
@@ -38,8 +39,12 @@ void collect_tokens(AttentionPlan& plan, std::vector<Request>& requests, const S
         if (next >= num_rows || rows[next] != t) continue;
       }
       const int32_t position = computed + t - start;
-      QueryToken token = {t, rows ? (int32_t)next : t, r, 0, shape.non_causal ? group.seq_lens[r] : position + 1, -1};
-      if (shape.sliding_window > 0) token.begin = std::max(0, position + 1 - shape.sliding_window);
+      QueryToken token = {t, rows ? (int32_t)next : t, r, 0, position + 1, -1};
+      if (shape.non_causal && position < prompt_end) token.end = prompt_end;
+      if (shape.sliding_window > 0) {
+        token.begin = std::max(0, position + 1 - shape.sliding_window);
+        token.end = std::min(token.end, position + shape.sliding_window);
+      }
       plan.tokens.push_back(token);
     }
     request.num_tokens = (int32_t)plan.tokens.size() - request.first_token;
@@ -124,7 +129,9 @@ void build_plan(AttentionPlan& plan, const Step& step, const StepGroup& group, c
   for (const auto& request : requests)
     for (int32_t t = 0; t < request.num_tokens; t += per_item) {
       const int32_t first = request.first_token + t, count = std::min<int32_t>(per_item, request.num_tokens - t);
-      const int32_t last_chunk = (plan.tokens[first + count - 1].end + kChunk - 1) / kChunk;
+      int32_t end = 0;
+      for (int32_t i = 0; i < count; i++) end = std::max(end, plan.tokens[first + i].end);
+      const int32_t last_chunk = (end + kChunk - 1) / kChunk;
       int32_t first_chunk = std::max(request.shared_chunks, plan.tokens[first].begin / kChunk);
       int32_t merge_first = 0, merge_last = request.shared_chunks;
       const int64_t keys = (int64_t)count * (last_chunk - first_chunk) * kChunk;

@@ -93,7 +93,7 @@ static void write_value(const CacheLayout& cache, bf16* base, int64_t slot, int 
 static void qkv_run(const QkvOp& op, const Step& step, long begin, long end) {
   const StepGroup& group = step.groups[op.group];
   const int64_t* slots = group.slot_mapping;
-  const CacheLayout cache(op.num_kv_heads, op.head_size, group.block_size);
+  const CacheLayout cache(op.block_stride, op.head_size, group.block_size);
   const int q_size = op.num_heads * op.head_size, kv_size = op.num_kv_heads * op.head_size;
   // A token whose pair-mate precedes it is done by whoever does the mate.
   const auto follows = [&](long t) {
