@@ -140,4 +140,6 @@ STATUS_TEXT = {
     3: "a block id lies outside the KV cache, or a sequence is longer than its block table",
     4: "a position lies outside the rotary table",
     5: "block_size must be 16, 32, 64, 128 or 256",
+    6: "query_start_loc does not rise to num_tokens, or a sequence is shorter than its queries",
+    7: "sample_rows are not ascending rows of the batch",
 }

@@ -1,7 +1,8 @@
 """A decoder's step as one native call: the operations of all layers, recorded once and replayed for every batch.
 
 `DecoderProgram` takes weights already packed (`DecoderLayer`), owns the activation buffers, and is bound to the KV
-caches when they exist. `run` then computes embedding, layers, final norm, head and greedy tokens without returning to Python.
+caches when they exist. `run` then computes embedding, layers, final norm, head and greedy tokens without
+returning to Python.
 """
 
 from __future__ import annotations

@@ -128,5 +128,7 @@ enum Status : int32_t {
   STATUS_BAD_SLOT = 2,       // slot outside the cache
   STATUS_BAD_BLOCK = 3,      // block id outside the cache
   STATUS_BAD_POSITION = 4,   // position outside the rotary table
-  STATUS_BAD_SHAPE = 5,      // block or head size the kernels cannot do
+  STATUS_BAD_SHAPE = 5,      // block size the kernels cannot do
+  STATUS_BAD_BATCH = 6,      // query_start_loc does not end at num_tokens, or a sequence is shorter than its queries
+  STATUS_BAD_SAMPLE = 7,     // sample_rows not ascending within the batch
 };

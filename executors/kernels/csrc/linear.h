@@ -37,10 +37,14 @@ static inline VF load_columns(const bf16* x, long columns) {
   return vload_bf16(lanes);
 }
 
+// Rounded after each step, as element-wise bf16 tensors are.
 static inline VF logits_of(VF value, const LinearOp& op) {
   value = vround_bf16(value);
   if (op.scale != 1.0f) value = vround_bf16(vmul(value, vset(op.scale)));
-  if (op.soft_cap > 0.0f) value = vround_bf16(vmul(vtanh(vdiv(value, vset(op.soft_cap))), vset(op.soft_cap)));
+  if (op.soft_cap > 0.0f) {
+    const VF bounded = vround_bf16(vtanh(vround_bf16(vdiv(value, vset(op.soft_cap)))));
+    value = vround_bf16(vmul(bounded, vset(op.soft_cap)));
+  }
   return value;
 }
 

@@ -38,29 +38,40 @@ bool Program::enabled(const Op& op) const {
   return true;
 }
 
+static int check_group(const Step& step, const StepGroup& group) {
+  if (group.block_size % 16 != 0 || group.block_size <= 0 || group.block_size > kChunk) return STATUS_BAD_SHAPE;
+  for (int64_t t = 0; t < step.num_tokens; t++)
+    if (group.slot_mapping[t] >= group.num_blocks * group.block_size) return STATUS_BAD_SLOT;
+  if (step.num_reqs && group.query_start_loc[step.num_reqs] != step.num_tokens) return STATUS_BAD_BATCH;
+  for (int64_t r = 0; r < step.num_reqs; r++) {
+    const int32_t queries = group.query_start_loc[r + 1] - group.query_start_loc[r];
+    if (queries < 0 || queries > group.seq_lens[r]) return STATUS_BAD_BATCH;
+    const int64_t blocks = (group.seq_lens[r] + group.block_size - 1) / group.block_size;
+    if (blocks > group.block_table_stride) return STATUS_BAD_BLOCK;
+    for (int64_t b = 0; b < blocks; b++) {
+      const int32_t id = group.block_table[r * group.block_table_stride + b];
+      if (id < 0 || id >= group.num_blocks) return STATUS_BAD_BLOCK;
+    }
+  }
+  return STATUS_OK;
+}
+
+// Everything that is used as an address, so that a wrong input is an error and not a crash.
 int Program::check(const Step& step) const {
+  int64_t max_position = INT64_MAX;
   for (const Op& op : ops_) {
     if (op.kind == OP_EMBED)
       for (int64_t t = 0; t < step.num_tokens; t++)
         if (step.input_ids[t] < 0 || step.input_ids[t] >= op.embed.n) return STATUS_BAD_TOKEN;
-    if (op.kind == OP_QKV && op.qkv.cos_sin && &op == &*std::find_if(ops_.begin(), ops_.end(), [](const Op& o) { return o.kind == OP_QKV; }))
-      for (int64_t t = 0; t < step.num_tokens; t++)
-        if (step.positions[t] < 0 || step.positions[t] >= op.qkv.max_position) return STATUS_BAD_POSITION;
+    if (op.kind == OP_QKV && op.qkv.cos_sin) max_position = std::min(max_position, op.qkv.max_position);
   }
-  for (int g = 0; g < step.num_groups; g++) {
-    const StepGroup& group = step.groups[g];
-    if (group.block_size % 16 != 0 || group.block_size > kChunk) return STATUS_BAD_SHAPE;
-    for (int64_t t = 0; t < step.num_tokens; t++)
-      if (group.slot_mapping[t] >= group.num_blocks * group.block_size) return STATUS_BAD_SLOT;
-    for (int64_t r = 0; r < step.num_reqs; r++) {
-      const int64_t blocks = (group.seq_lens[r] + group.block_size - 1) / group.block_size;
-      if (blocks > group.block_table_stride) return STATUS_BAD_BLOCK;
-      for (int64_t b = 0; b < blocks; b++) {
-        const int32_t id = group.block_table[r * group.block_table_stride + b];
-        if (id < 0 || id >= group.num_blocks) return STATUS_BAD_BLOCK;
-      }
-    }
-  }
+  for (int64_t t = 0; t < step.num_tokens && max_position != INT64_MAX; t++)
+    if (step.positions[t] < 0 || step.positions[t] >= max_position) return STATUS_BAD_POSITION;
+  for (int64_t i = 0; step.sample_rows && i < step.num_samples; i++)
+    if (step.sample_rows[i] < (i ? step.sample_rows[i - 1] + 1 : 0) || step.sample_rows[i] >= step.num_tokens)
+      return STATUS_BAD_SAMPLE;
+  for (int g = 0; g < step.num_groups; g++)
+    if (const int status = check_group(step, step.groups[g])) return status;
   return STATUS_OK;
 }
 

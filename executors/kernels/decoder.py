@@ -1,0 +1,101 @@
+"""From the layers of a `DecoderLM` (one rank, one stage, bfloat16) to the packed `Decoder` that a program records."""
+
+from __future__ import annotations
+
+import torch
+
+from executors.kernels import abi
+from executors.kernels.library import NativeKernels
+from executors.kernels.memory import HugePageArena
+from executors.kernels.packed import PackedWeight
+from executors.kernels.program import ACTIVATIONS, Decoder, DecoderLayer
+from executors.layers.norm import RMSNorm
+from executors.models.decoder import DecoderLayer as TorchLayer
+from executors.models.decoder import DecoderLM
+
+
+def reason_against(model: DecoderLM) -> str | None:
+    """Why a program cannot stand for this model, or None when it can."""
+    spec = model.spec
+    dtype = next(model.parameters()).dtype
+    if dtype != torch.bfloat16:
+        return f"its dtype is {dtype}, not bfloat16"
+    if not (model.is_first_stage and model.is_last_stage):
+        return "it is divided into pipeline stages"
+    if spec.activation not in ACTIVATIONS:
+        return f"its activation {spec.activation!r} is none of {tuple(ACTIVATIONS)}"
+    if spec.head_size % 16:
+        return f"its head_size {spec.head_size} is not a multiple of 16"
+    if spec.hidden_size % 2 or spec.intermediate_size % 2:
+        return f"hidden_size {spec.hidden_size} or intermediate_size {spec.intermediate_size} is odd"
+    return None
+
+
+def decoder_of(model: DecoderLM, kernels: NativeKernels) -> Decoder:
+    """Pack the weights of `model`, in the order of their use. The model keeps its own; the caller drops them.
+
+    Raises:
+        ValueError: `reason_against(model)`.
+    """
+    reason = reason_against(model)
+    if reason is not None:
+        raise ValueError(f"the model cannot run as a native program: {reason}")
+    spec, arena = model.spec, HugePageArena()
+    tables = {name: torch.cat([rope.cos, rope.sin], dim=1).float().contiguous() for name, rope in model.ropes.items()}
+    if model.embed_tokens is None:
+        raise RuntimeError("a first stage has an embedding")
+    layers = [_pack_layer(kernels, arena, layer, tables) for layer in model.layers]
+    head = PackedWeight(kernels, model.lm_head.weight[: spec.vocab_size], arena=arena)
+    tied = model.lm_head.weight is model.embed_tokens.weight
+    return Decoder(
+        layers=layers,
+        embedding=head if tied else PackedWeight(kernels, model.embed_tokens.weight[: spec.vocab_size], arena=arena),
+        head=head,
+        final_norm=_norm_weight(model.norm),
+        eps=spec.rms_norm_eps,
+        norm_style=abi.NormStyle.SCALE_IN_FLOAT if spec.norm_unit_offset else abi.NormStyle.ROUND_THEN_SCALE,
+        activation=spec.activation,
+        embedding_scale=1.0 if spec.embedding_scale is None else spec.embedding_scale,
+        logits_soft_cap=spec.final_soft_cap,
+    )
+
+
+def _pack_layer(
+    kernels: NativeKernels, arena: HugePageArena, layer: TorchLayer, tables: dict[str, torch.Tensor]
+) -> DecoderLayer:
+    attention, mlp = layer.self_attn, layer.mlp
+    qkv = PackedWeight(kernels, attention.qkv_proj.weight, arena=arena)
+    output = PackedWeight(kernels, attention.o_proj.weight, arena=arena)
+    gate_up = PackedWeight(kernels, mlp.gate_up_proj.weight, gate_up=True, arena=arena)
+    down = PackedWeight(kernels, mlp.down_proj.weight, arena=arena)
+
+    def bias(packed: PackedWeight, values: torch.Tensor | None) -> torch.Tensor | None:
+        return None if values is None else packed.pack_bias(values.detach())
+
+    def norm(module: torch.nn.Module | None) -> torch.Tensor | None:
+        return _norm_weight(module) if isinstance(module, RMSNorm) else None
+
+    return DecoderLayer(
+        name=attention.attention.layer_name,
+        params=attention.attention.params,
+        input_norm=_norm_weight(layer.input_norm),
+        qkv=qkv,
+        attention_output=output,
+        pre_mlp_norm=_norm_weight(layer.mlp_norm),
+        gate_up=gate_up,
+        down=down,
+        cos_sin=tables[layer.rope],
+        qkv_bias=bias(qkv, attention.qkv_proj.bias),
+        attention_output_bias=bias(output, attention.o_proj.bias),
+        gate_up_bias=bias(gate_up, mlp.gate_up_proj.bias),
+        down_bias=bias(down, mlp.down_proj.bias),
+        q_norm=norm(attention.q_norm),
+        k_norm=norm(attention.k_norm),
+        post_attention_norm=norm(layer.after_attention),
+        post_mlp_norm=norm(layer.after_mlp),
+    )
+
+
+def _norm_weight(norm: RMSNorm) -> torch.Tensor:
+    weight = norm.weight.detach().float()
+    return 1.0 + weight if norm.unit_offset else weight
