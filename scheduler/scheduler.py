@@ -108,6 +108,8 @@ class Scheduler:
         self._retired: list[tuple[int, KVSequence, int]] = []
         self._known_tokens = KnownTokens() if send_known_tokens else None
         self._ended_without_step: dict[int, list[FinishedRequest]] = {}
+        # The client that is owed stats: a request ended, and no output since has told what that freed.
+        self._stats_due: int | None = None
         self._stats = SchedulerStats()
 
     # ---- requests come and go
@@ -149,9 +151,17 @@ class Scheduler:
         self.abort_requests(list(self._requests))
 
     def take_outputs(self) -> dict[int, EngineCoreOutputs]:
-        """By client, the ends that no step's result will report: aborts since the last call."""
+        """By client, the ends that no step's result will report: aborts since the last call.
+
+        The last stats before the engine falls idle come this way too, when no output of a step can carry them.
+        """
         ended, self._ended_without_step = self._ended_without_step, {}
-        return {client: EngineCoreOutputs(finished=ends, timestamp_s=self._clock()) for client, ends in ended.items()}
+        now = self._clock()
+        outputs = {client: EngineCoreOutputs(finished=ends, timestamp_s=now) for client, ends in ended.items()}
+        if self._stats_due is not None and not self._in_flight:
+            outputs.setdefault(self._stats_due, EngineCoreOutputs(timestamp_s=now)).stats = self.make_stats()
+            self._stats_due = None
+        return outputs
 
     def has_requests(self) -> bool:
         """There is an unfinished request, or a dispatched step whose result is not back."""
@@ -431,6 +441,8 @@ class Scheduler:
         )
         for first in outputs.values():
             first.stats = self.make_stats()
+            if not self._retired:
+                self._stats_due = None
             break
         return outputs
 
@@ -463,6 +475,7 @@ class Scheduler:
     def _finish(self, request: Request) -> None:
         """Forget a request. The caller reports its end, and clears it from `_running` when it has finished them all."""
         del self._requests[request.request_id]
+        self._stats_due = request.client_index
         left = self._requests_of_client[request.client_index] - 1
         if left:
             self._requests_of_client[request.client_index] = left
