@@ -185,8 +185,8 @@ class KVCacheManager:
         if num_full <= sequence.num_registered:
             return
         hashes = self._hashes(sequence, num_full)
-        for group, table in enumerate(sequence.tables):
-            for position in range(sequence.num_registered, num_full):
+        for position in range(sequence.num_registered, num_full):
+            for group, table in enumerate(sequence.tables):
                 if table[position] != NULL_BLOCK:
                     self.pool.register(table[position], group, hashes[position])
         sequence.num_registered = num_full
