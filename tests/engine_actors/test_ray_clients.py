@@ -16,6 +16,7 @@ import pytest
 import ray._private.state
 
 from engine_actors.config import EngineConfig
+from engine_actors.core_streams import LINGER_S
 from engine_actors.errors import EngineDeadError, EngineStartupError
 from engine_actors.llm import LLM
 from engine_actors.llm_engine import LLMEngine
@@ -67,6 +68,15 @@ def test_tokens_through_the_actor_are_the_executors(make_engine: Make, async_sch
     engine = make_engine(async_scheduling=async_scheduling)
     assert run(engine) == [expected_tokens(prompt, 20) for prompt in PROMPTS]
     assert run(engine) == [expected_tokens(prompt, 20) for prompt in PROMPTS]
+
+
+def test_engine_left_idle_goes_on_where_it_stopped(make_engine: Make) -> None:
+    engine = make_engine()
+    assert run(engine) == [expected_tokens(prompt, 20) for prompt in PROMPTS]
+    time.sleep(LINGER_S + 0.3)  # the stream has ended, unread
+    assert run(engine) == [expected_tokens(prompt, 20) for prompt in PROMPTS]
+    time.sleep(LINGER_S + 0.3)
+    assert engine.reset_prefix_cache() is True
 
 
 def test_utilities_answer_and_their_errors_are_the_callers(make_engine: Make) -> None:

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray.util
+import ray
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from engine_actors import Engine
 from engine_actors.async_llm import AsyncLLM
 from engine_actors.errors import EngineDeadError, EngineStartupError
 from engine_actors.llm import LLM
@@ -51,7 +52,11 @@ def reference(llama_dir: Path) -> list[list[int]]:
 @pytest.fixture
 def no_groups_left(ray_cluster: None) -> Iterator[None]:
     yield
-    assert all(group["state"] == "REMOVED" for group in ray.util.placement_group_table().values())
+    assert all_groups_removed()
+
+
+def all_groups_removed() -> bool:
+    return all(group["state"] == "REMOVED" for group in ray.util.placement_group_table().values())
 
 
 async def generate_until_it_fails(engine: AsyncLLM) -> None:
@@ -127,6 +132,20 @@ async def test_killed_core_takes_workers_and_placement_group_along(no_groups_lef
     while any(is_alive(pid) for pid in pids):
         assert time.monotonic() < deadline_s, "workers outlive their core"
         await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("how", ["handle dropped", "terminated"])
+def test_engine_that_is_let_go_gives_everything_back(no_groups_left: None, llama_dir: Path, how: str) -> None:
+    engine = Engine.remote(model=str(llama_dir), **OPTIONS)
+    pids = [int(place.split("pid ")[1].split(",")[0]) for place in ray.get(engine.where.remote()).values()]
+    if how == "terminated":
+        os.kill(pids[0], signal.SIGTERM)
+    else:
+        del engine
+    deadline_s = time.monotonic() + 10
+    while any(map(is_alive, pids)) or not all_groups_removed():
+        assert time.monotonic() < deadline_s, "something is left behind"
+        time.sleep(0.02)
 
 
 def is_alive(pid: int) -> bool:
