@@ -55,15 +55,16 @@ def _email(parts: int, part: int, labels: int, label: int) -> str:
 _PATH_CHAR = r"(?:[A-Za-z0-9._~!$&'()*+,;=:@-]|%[0-9A-F][0-9A-F])"
 
 
-def _uri(segments: str, segment: str, rest: str, labels: int, label: int) -> str:
+def _uri(host: str, segments: str, segment: str, rest: str) -> str:
     path = rf"(?:/{_PATH_CHAR}{segment}){segments}"
-    return rf"(?:https?|ftp|wss?)://{_hostname(labels, label)}(?::[1-9]\d{{0,3}})?{_tail(path, rest)}"
+    return rf"(?:https?|ftp|wss?)://{host}(?::[1-9]\d{{0,3}})?{_tail(path, rest)}"
 
 
 def _tail(path: str, rest: str) -> str:
     return rf"{path}(?:\?{_PATH_CHAR}{rest})?(?:#{_PATH_CHAR}{rest})?"
 
 
+_ANY_URI = _uri(r"(?:[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?\.)*[A-Za-z0-9]+", "*", "*", "*")
 _FORMATS: dict[str, tuple[str, ...]] = {
     "date": (_DATE,),
     "time": (_TIME,),
@@ -81,12 +82,12 @@ _FORMATS: dict[str, tuple[str, ...]] = {
     "ipv6": (_IPV6,),
     "uuid": (_UUID,),
     "uri": (
-        _uri("*", "*", "*", 3, 20),
-        _uri("{0,4}", "{0,16}", "{0,16}", 2, 16),
-        _uri("{0,2}", "{0,6}", "{0,4}", 1, 8),
+        _ANY_URI,
+        _uri(_hostname(2, 16), "{0,4}", "{0,16}", "{0,16}"),
+        _uri(_hostname(1, 8), "{0,2}", "{0,6}", "{0,4}"),
     ),
     "uri-reference": (
-        rf"(?:{_uri('*', '*', '*', 3, 20)}|{_tail(f'(?:/{_PATH_CHAR}*)+', '*')})",
+        rf"(?:{_ANY_URI}|{_tail(f'(?:/{_PATH_CHAR}*)+', '*')})",
         rf"{_tail(f'(?:/{_PATH_CHAR}{{0,8}}){{1,3}}', '{0,4}')}",
     ),
     "json-pointer": (r"(?:/(?:[^~/]|~[01])*)*", r"(?:/(?:[^~/]|~[01]){0,12}){0,3}"),

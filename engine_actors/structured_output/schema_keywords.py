@@ -42,8 +42,9 @@ _REFUSED_OF_TYPE = {
     "array": ("contains", "minContains", "maxContains", "unevaluatedItems"),
     "object": ("dependentRequired", "dependentSchemas", "dependencies"),
 }
-_APPLICATORS = ("$ref", "allOf", "anyOf", "oneOf", "type", "enum", "const", "format")
-KNOWN = ANNOTATIONS.union(_APPLICATORS, _REFUSED_ANYWHERE, *OF_TYPE.values())
+IN_PLACE = ("$ref", "allOf", "anyOf", "oneOf")
+"""Keywords with schemas for the same value."""
+KNOWN = ANNOTATIONS.union(IN_PLACE, ("type", "enum", "const", "format"), _REFUSED_ANYWHERE, *OF_TYPE.values())
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
@@ -92,6 +93,10 @@ def normalise(schema: dict[str, Any], path: str) -> dict[str, Any]:
         result["prefixItems"] = result["items"]
         result["items"] = result.pop("additionalItems", True)
     result.pop("additionalItems", None)  # without a tuple it says nothing
+    if "unevaluatedProperties" in result and not any(keyword in result for keyword in IN_PLACE):
+        # Nothing but this object's own keywords evaluates properties, so the two say the same.
+        others = result.pop("unevaluatedProperties")
+        result.setdefault("additionalProperties", others)
     return result
 
 

@@ -64,7 +64,7 @@ def _others(schema: dict[str, Any], path: str) -> JsonSchema | None:
     others = schema.get("unevaluatedProperties")
     if isinstance(others, dict) and others:
         raise unsupported(path, "unevaluatedProperties", "only true and false")
-    # With conjunctions merged and options tried one by one, each property the schema knows has been evaluated.
+    # Left from a schema with allOf and the like, whose properties are all here by now: it looks at those as well.
     return None if others is None else others is not False
 
 

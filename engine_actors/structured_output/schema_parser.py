@@ -126,6 +126,9 @@ class _Parser:
             if self._num_schemas > MAX_SCHEMAS:
                 raise StructuredOutputError(f"json: the schema has more than {MAX_SCHEMAS} parts once it is combined")
             own = keywords.normalise(part, path)
+            if part is not schema and own.get("unevaluatedProperties", True) is not True:
+                # It would have to tell this part's properties from those of the others.
+                raise unsupported(path, "unevaluatedProperties", "in a schema that is combined with others")
             ref = own.pop("$ref", None)
             if ref is not None and ref not in seen:
                 seen.add(ref)
@@ -158,13 +161,12 @@ class _Parser:
     def _options(self, schema: dict[str, Any], keyword: str, path: str) -> Node:
         """Keywords beside the options hold for each of them."""
         rest = {key: value for key, value in schema.items() if key != keyword}
+        # Looks at the properties of the rest and of the option alike.
+        whole = {"unevaluatedProperties": rest.pop("unevaluatedProperties")} if "unevaluatedProperties" in rest else {}
         nodes: list[Node] = []
         for index, option in enumerate(schema[keyword]):
-            where = f"{path}/{keyword}/{index}"
-            if rest and option is not False:
-                nodes.append(self.parse(rest if option is True else {"allOf": [rest, option]}, where))
-            else:
-                nodes.append(self.parse(option, where))
+            combined = {**whole, "allOf": [rest, option]} if rest or whole else option
+            nodes.append(self.parse(combined, f"{path}/{keyword}/{index}"))
         if keyword == "oneOf":
             self._exclusive.append((nodes, path))
         return union(nodes)
