@@ -63,6 +63,7 @@ class CoreLink:
         self._kill = weakref.finalize(self, _kill_actor, self.actor)
         try:
             self.info = _start(self.actor, config)
+            logger.info("The engine is ready. %s", self.info.capacity)
         except BaseException:
             self.close()
             raise
@@ -75,9 +76,7 @@ class CoreLink:
         Raises:
             EngineDeadError: The engine is known to have failed, or was shut down.
         """
-        self.check_alive()
-        if self._closed:
-            raise EngineDeadError(SHUT_DOWN)
+        self._check_open()
         sequence, self._sequence = self._sequence, self._sequence + 1
         try:
             if self._stream is None:
@@ -86,7 +85,14 @@ class CoreLink:
         except RayError as error:
             raise self.mark_dead(f"EngineCore cannot be reached: {error}") from error
 
+    def _check_open(self) -> None:
+        """Raise EngineDeadError if nothing can be asked of the engine any more."""
+        self.check_alive()
+        if self._closed:
+            raise EngineDeadError(SHUT_DOWN)
+
     def check_alive(self) -> None:
+        """Raise EngineDeadError if the engine is known to have failed; what it sent before a shutdown can be read."""
         if self.dead_error is not None:
             raise EngineDeadError(str(self.dead_error)) from self.dead_error.__cause__
         if not self.is_connected:
@@ -169,11 +175,11 @@ class CoreLink:
     # Health and the end
 
     async def health_async(self) -> HealthReport:
-        self.check_alive()
+        self._check_open()
         return await asyncio.wait_for(_as_future(self.actor.health.remote()), HEALTH_TIMEOUT_S)
 
     def health(self) -> HealthReport:
-        self.check_alive()
+        self._check_open()
         return ray.get(self.actor.health.remote(), timeout=HEALTH_TIMEOUT_S)
 
     def begin_shutdown(self, timeout_s: float) -> bool:
