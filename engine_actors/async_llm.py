@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from engine_actors.clients import EngineCoreClient
@@ -15,6 +15,7 @@ from engine_actors.input_processor import InputProcessor, ProcessedRequest, Prom
 from engine_actors.llm import as_prompt_list, broadcast
 from engine_actors.output_processor import OutputProcessor
 from engine_actors.outputs import RequestOutput
+from scheduler.output import SchedulerStats
 from scheduler.sampling_params import RequestOutputKind, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -113,6 +114,7 @@ class AsyncLLM:
             raise
         self.output_processor = OutputProcessor(self.tokenizer)
         self._streams: dict[str, RequestStream] = {}
+        self._stats_listeners: list[Callable[[SchedulerStats], None]] = []
         self._ids = itertools.count()
         self._output_task: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -237,6 +239,10 @@ class AsyncLLM:
     def is_running(self) -> bool:
         return self.client.dead_error is None
 
+    def add_stats_listener(self, listener: Callable[[SchedulerStats], None]) -> None:
+        """Call `listener` on the event loop with each report of the scheduler, about once per step."""
+        self._stats_listeners.append(listener)
+
     def get_tokenizer(self) -> Any:
         return self.tokenizer
 
@@ -315,6 +321,9 @@ class AsyncLLM:
         try:
             while True:
                 for outputs in await self.client.get_output_async():
+                    if outputs.stats is not None:
+                        for listener in self._stats_listeners:
+                            listener(outputs.stats)
                     processed = self.output_processor.process(outputs)
                     if processed.aborts:
                         self.client.abort_requests(processed.aborts)

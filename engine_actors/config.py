@@ -38,6 +38,7 @@ class EngineConfig:
         engine_core: "actor" (EngineCore in a Ray actor of its own) or "inproc" (in the caller's process).
         generation_config: "auto" takes default sampling parameters and end-of-sequence ids from the model's
             generation_config.json as well; "vllm" ignores that file.
+        max_logprobs: Most log-probabilities per token a request may ask for; -1 is no limit.
         skip_tokenizer_init: Work on token ids only; text prompts, text outputs and stop strings are then refused.
         shutdown_timeout_s: At shutdown, let requests in flight run on for up to so long; 0 aborts them.
         executor_class: An `executors.base.Executor` class of your own instead of distributed_executor_backend's.
@@ -49,6 +50,7 @@ class EngineConfig:
     parallel_config: ParallelConfig
     engine_core: str = "actor"
     generation_config: str = "auto"
+    max_logprobs: int = 20
     skip_tokenizer_init: bool = False
     shutdown_timeout_s: float = 0.0
     executor_class: Callable[..., Executor] | None = None
@@ -58,6 +60,8 @@ class EngineConfig:
             raise ValueError(f"engine_core must be one of {ENGINE_CORES}, got {self.engine_core!r}")
         if self.generation_config not in GENERATION_CONFIGS:
             raise ValueError(f"generation_config must be one of {GENERATION_CONFIGS}, got {self.generation_config!r}")
+        if self.max_logprobs < -1:
+            raise ValueError(f"max_logprobs must be at least 0, or -1 (no limit), got {self.max_logprobs!r}")
         if not self.shutdown_timeout_s >= 0:
             raise ValueError(f"shutdown_timeout_s must be at least 0, got {self.shutdown_timeout_s!r}")
         if self.scheduler_config.async_scheduling and self.parallel_config.pipeline_parallel_size > 1:
@@ -108,6 +112,7 @@ _CONFIGS = (ModelConfig, CacheConfig, SchedulerConfig, ParallelConfig)
 _OWN_FIELDS: dict[str, Any] = {
     "engine_core": str,
     "generation_config": str,
+    "max_logprobs": int,
     "skip_tokenizer_init": bool,
     "shutdown_timeout_s": float,
     "executor_class": Any,

@@ -145,6 +145,7 @@ class EngineCore:
         for client_index, ends in self.take_outputs().items():
             if client_index in outputs:
                 outputs[client_index].finished.extend(ends.finished)
+                outputs[client_index].stats = ends.stats or outputs[client_index].stats
             else:
                 outputs[client_index] = ends
         return outputs

@@ -83,6 +83,7 @@ class EngineCoreActor:
         self._busy_loop_task: asyncio.Task[None]
         self._in_flight: deque[_InFlight] = deque()
         self._utility: asyncio.Task[None] | None = None
+        self._utility_client = 0
         self._waiting_utilities: deque[tuple[int, UtilityMessage]] = deque()
         self._state = "running"
         self._cause: str | None = None
@@ -115,16 +116,31 @@ class EngineCoreActor:
             self._outbox(client_index).die(f"messages that EngineCore cannot read: {error}")
 
     async def outputs(self, client_index: int) -> AsyncIterator[bytes]:
-        """Everything for one client, as encoded OutputBatches. Closing the stream aborts the client's requests."""
-        outbox = self._outbox(client_index)
-        finished = False
+        """Everything for one client, as encoded OutputBatches. Closing the stream aborts the client's requests.
+
+        It ends when the engine does, and pauses while the client has nothing under way (`OutputBatch.paused_after`).
+        """
+        outbox, inbox = self._outbox(client_index), self._inboxes.setdefault(client_index, Inbox())
+        is_last = False
         try:
-            async for batch in outbox.batches():
+            async for batch, is_last in outbox.batches(lambda: self._is_idle(client_index), inbox):  # noqa: B007  read below
                 yield batch
-            finished = True
         finally:
-            if not finished:
+            if not is_last:
                 self._put(FromClient(client_index, DisconnectMessage()))
+
+    def _is_idle(self, client_index: int) -> bool:
+        """Nothing of this client is under way."""
+        utility_clients = [client for client, _ in self._waiting_utilities]
+        if self._utility is not None:
+            utility_clients.append(self._utility_client)
+        return (
+            self._state == "running"
+            and not self._queue
+            and not self._requests.get(client_index)
+            and client_index not in utility_clients
+            and self._outbox(client_index).is_empty
+        )
 
     async def health(self) -> HealthReport:
         now = time.monotonic()
@@ -274,6 +290,7 @@ class EngineCoreActor:
             self._waiting_utilities.append((client_index, message))
             return
         # No step is dispatched meanwhile, so that all workers see calls and steps in one order.
+        self._utility_client = client_index
         self._utility = asyncio.create_task(self._run_utility(client_index, message.call_id, function, args, kwargs))
 
     async def _run_utility(

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from engine_actors.messages import OutputBatch, UtilityOutput, encode_batch
 from scheduler.output import EngineCoreOutputs
+
+LINGER_S = 0.5
+"""How long a client's stream stays open after its last request or utility."""
 
 
 class Inbox:
@@ -15,6 +18,11 @@ class Inbox:
     def __init__(self) -> None:
         self._next = 0
         self._early: dict[int, bytes] = {}
+
+    @property
+    def num_handled(self) -> int:
+        """Calls that have been handed on."""
+        return self._next
 
     def accept(self, sequence: int, data: bytes) -> list[bytes]:
         """What can be handled now, in order: nothing while an earlier call is missing."""
@@ -65,11 +73,27 @@ class Outbox:
         self._ended = True
         self._changed.set()
 
-    async def batches(self) -> AsyncIterator[bytes]:
+    @property
+    def is_empty(self) -> bool:
+        """Nothing waits to be sent."""
+        return not self._changed.is_set()
+
+    async def batches(self, is_idle: Callable[[], bool], inbox: Inbox) -> AsyncIterator[tuple[bytes, bool]]:
+        """The stream: (encoded OutputBatch, whether it is the last one).
+
+        It ends with the engine, or when the client has had nothing under way for `LINGER_S`: a call that stays pending
+        would keep the client's process from leaving Ray gracefully. The client's next call opens another.
+        """
         while True:
-            await self._changed.wait()
+            try:
+                await asyncio.wait_for(self._changed.wait(), LINGER_S if is_idle() else None)
+            except TimeoutError:
+                if is_idle():
+                    yield encode_batch(OutputBatch(paused_after=inbox.num_handled)), True
+                    return
+                continue
             self._changed.clear()
             batch, self._batch = self._batch, OutputBatch()
-            yield encode_batch(batch)
+            yield encode_batch(batch), batch.is_last
             if batch.is_last:
                 return

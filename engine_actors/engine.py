@@ -157,6 +157,13 @@ class EngineActor:
         """Stop EngineCore and the workers; requests in flight are aborted, or finish within the timeout. Idempotent."""
         await self._llm.shutdown_async(timeout_s)
 
+    def __ray_shutdown__(self) -> None:
+        """Ray calls this when the last handle is gone, and on SIGTERM, once no call is pending.
+
+        It would end EngineCore and workers by itself, but not give back their placement group.
+        """
+        self._llm.client.link.close()
+
 
 Engine = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=MAX_CONCURRENT_CALLS)(EngineActor)
 """The actor class: `Engine.remote(model=..., ...)`, with every option of `EngineConfig.from_kwargs`."""

@@ -17,6 +17,7 @@ import msgspec
 from engine_actors.config import EngineConfig
 from engine_actors.errors import InvalidRequestError
 from engine_actors.output_processor import ParentRequest
+from engine_actors.param_checks import ParamsChecker
 from executors.model_config import ResolvedModelConfig, read_json, resolve_model_config
 from scheduler.output import pack_int32
 from scheduler.request import EngineCoreRequest
@@ -66,6 +67,7 @@ class InputProcessor:
         self.vocab_size = resolved.vocab_size
         generation = _generation_config(resolved) if config.generation_config == "auto" else {}
         self.eos_token_ids = _eos_token_ids(resolved, generation, tokenizer)
+        self._checker = ParamsChecker(self.vocab_size, tokenizer, config.max_logprobs)
         self._defaults = _default_params(generation)
         self._seed = _mix(config.model_config.seed & _MASK64, client_index)
         self._serials = itertools.count(1)
@@ -97,14 +99,19 @@ class InputProcessor:
         priorities: Sequence[int],
         *,
         add_special_tokens: bool = True,
+        limit_logprobs: bool = True,
     ) -> list[ProcessedRequest]:
-        """Several requests; raises for the first wrong one and then none is made. Texts are tokenised together."""
+        """Several requests; raises for the first wrong one and then none is made. Texts are tokenised together.
+
+        Args:
+            limit_logprobs: EngineConfig.max_logprobs holds for them.
+        """
         arrival_s = time.time()
         for request_id in request_ids:
             if not isinstance(request_id, str) or not request_id:
                 raise InvalidRequestError(f"request_id must be a non-empty string, got {request_id!r}", "request_id")
         parsed = [self._parse_prompt(prompt) for prompt in prompts]
-        checked = [self._check_params(p) for p in params]
+        checked = [self._check_params(p, limit_logprobs) for p in params]
         self._tokenize([p for p in parsed if p.token_ids is None], add_special_tokens)
         rows = zip(request_ids, parsed, checked, priorities, strict=True)
         return [self._make(request_id, p, sp, priority, arrival_s) for request_id, p, sp, priority in rows]
@@ -210,7 +217,7 @@ class InputProcessor:
 
     # Parameters
 
-    def _check_params(self, params: SamplingParams | None) -> SamplingParams:
+    def _check_params(self, params: SamplingParams | None, limit_logprobs: bool = True) -> SamplingParams:
         if params is None:
             return self._defaults
         if not isinstance(params, SamplingParams):
@@ -222,14 +229,7 @@ class InputProcessor:
             params = params.clone()
         except (ValueError, TypeError) as error:
             raise InvalidRequestError(str(error), str(error).split(" ", 1)[0]) from error
-        for token_id in params.stop_token_ids:
-            if token_id >= self.vocab_size:
-                raise InvalidRequestError(
-                    f"stop_token_ids has {token_id}; the model's vocabulary is 0 to {self.vocab_size - 1}",
-                    "stop_token_ids",
-                )
-        if params.stop and self.tokenizer is None:
-            raise InvalidRequestError("stop strings need a tokenizer, but skip_tokenizer_init is set", "stop")
+        self._checker.check(params, limit_logprobs=limit_logprobs)
         return params
 
     def _make(
@@ -251,6 +251,9 @@ class InputProcessor:
                 packed,
                 params.clone(
                     n=1,
+                    bad_words=[],  # Their tokens are enough.
+                    # The completions share one prompt.
+                    prompt_logprobs=params.prompt_logprobs if index == 0 else None,
                     seed=seed if index == 0 else _as_seed(_mix(seed & _MASK64, index)),
                     max_tokens=max_tokens,
                     min_tokens=min(params.min_tokens, max_tokens),

@@ -93,16 +93,19 @@ class OutputBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False)
     Attributes:
         engine_core_dead: ENGINE_CORE_DEAD: the engine failed, with the cause. The last batch of the stream.
         stopped: The engine was shut down in order. The last batch of the stream.
+        paused_after: The stream ends because the client has nothing under way: this many of its calls have been
+            handled. The client opens another with its next call, or at once if it has made more calls by now.
     """
 
     outputs: list[EngineCoreOutputs] = []
     utilities: list[UtilityOutput] = []
     engine_core_dead: str | None = None
     stopped: bool = False
+    paused_after: int | None = None
 
     @property
     def is_last(self) -> bool:
-        return self.stopped or self.engine_core_dead is not None
+        return self.stopped or self.engine_core_dead is not None or self.paused_after is not None
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -110,6 +110,7 @@ class AsyncRayClient(_RayClientBase):
         super().__init__(config, _off_loop(CoreLink, config))
         self._unsent: list[ClientMessage] = []
         self._answers: dict[int, asyncio.Future[Any]] = {}
+        self._sent: asyncio.Future[None] | None = None
 
     def add_requests(self, requests: Sequence[EngineCoreRequest]) -> None:
         self._send(AddMessage(list(requests)))
@@ -121,6 +122,8 @@ class AsyncRayClient(_RayClientBase):
         """This client's share of what the engine does next. Waits while there is nothing to do."""
         while True:
             try:
+                if not self.link.has_stream:
+                    await self._until_sent()
                 batch = await self.link.next_batch_async()
             except EngineDeadError as error:
                 self._fail_answers(error)
@@ -172,9 +175,11 @@ class AsyncRayClient(_RayClientBase):
     def _begin_shutdown(self, timeout_s: float) -> bool:
         try:
             self._flush()
+            return self.link.begin_shutdown(timeout_s)
         except EngineDeadError:
             return False
-        return self.link.begin_shutdown(timeout_s)
+        finally:
+            self._wake()
 
     def _send(self, message: ClientMessage) -> None:
         self.link.check_alive()
@@ -191,8 +196,23 @@ class AsyncRayClient(_RayClientBase):
 
     def _flush(self) -> None:
         messages, self._unsent = self._unsent, []
-        if messages:
-            self.link.send(messages)
+        try:
+            if messages:
+                self.link.send(messages)
+        finally:
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._sent is not None and not self._sent.done():
+            self._sent.set_result(None)
+
+    async def _until_sent(self) -> None:
+        self.link.check_alive()
+        self._sent = asyncio.get_running_loop().create_future()
+        try:
+            await self._sent
+        finally:
+            self._sent = None
 
     def _fail_answers(self, error: EngineDeadError) -> None:
         for answer in self._answers.values():

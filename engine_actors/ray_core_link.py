@@ -53,6 +53,7 @@ class CoreLink:
         self.client_index = client_index
         self.dead_error: EngineDeadError | None = None
         self._sequence = 0
+        self._stream: Any | None = None
         self._unread: Any = None
         self._closed = False
         self._worker_id = ray.get_runtime_context().get_worker_id()
@@ -62,7 +63,7 @@ class CoreLink:
         self._kill = weakref.finalize(self, _kill_actor, self.actor)
         try:
             self.info = _start(self.actor, config)
-            self.stream = self.actor.outputs.remote(client_index)
+            logger.info("The engine is ready. %s", self.info.capacity)
         except BaseException:
             self.close()
             raise
@@ -75,16 +76,23 @@ class CoreLink:
         Raises:
             EngineDeadError: The engine is known to have failed, or was shut down.
         """
-        self.check_alive()
-        if self._closed:
-            raise EngineDeadError(SHUT_DOWN)
+        self._check_open()
         sequence, self._sequence = self._sequence, self._sequence + 1
         try:
+            if self._stream is None:
+                self._open_stream()
             self.actor.send.remote(self.client_index, sequence, encode_messages(messages))
         except RayError as error:
             raise self.mark_dead(f"EngineCore cannot be reached: {error}") from error
 
+    def _check_open(self) -> None:
+        """Raise EngineDeadError if nothing can be asked of the engine any more."""
+        self.check_alive()
+        if self._closed:
+            raise EngineDeadError(SHUT_DOWN)
+
     def check_alive(self) -> None:
+        """Raise EngineDeadError if the engine is known to have failed; what it sent before a shutdown can be read."""
         if self.dead_error is not None:
             raise EngineDeadError(str(self.dead_error)) from self.dead_error.__cause__
         if not self.is_connected:
@@ -97,8 +105,13 @@ class CoreLink:
 
     # Outputs
 
+    @property
+    def has_stream(self) -> bool:
+        """Whether a batch may come: the engine has, or recently had, something to do for this client."""
+        return self._stream is not None
+
     def next_batch(self) -> OutputBatch:
-        """Wait for the next batch.
+        """Wait for the next batch. Only while `has_stream`.
 
         Raises:
             EngineDeadError: The engine failed, died, or was shut down.
@@ -107,7 +120,7 @@ class CoreLink:
         try:
             # Kept until it is read, so that an interrupt in between loses nothing.
             if self._unread is None:
-                self._unread = next(self.stream)
+                self._unread = next(self._live_stream)
             data = ray.get(self._unread)
             self._unread = None
         except StopIteration:
@@ -121,7 +134,7 @@ class CoreLink:
         self.check_alive()
         try:
             if self._unread is None:
-                self._unread = await anext(self.stream)
+                self._unread = await anext(self._live_stream)
             data = await self._unread
             self._unread = None
         except StopAsyncIteration:
@@ -131,12 +144,25 @@ class CoreLink:
         return self._checked(decode_batch(data))
 
     def _checked(self, batch: OutputBatch) -> OutputBatch:
+        if batch.paused_after is not None:
+            self._stream = None
+            if self._sequence > batch.paused_after:
+                self._open_stream()
         if batch.engine_core_dead is None:
             return batch
         error = self.mark_dead(f"EngineCore failed: {batch.engine_core_dead}")
         if batch.outputs or batch.utilities:
             return batch  # The last the engine did; the next call raises.
         raise error
+
+    def _open_stream(self) -> None:
+        self._stream = self.actor.outputs.remote(self.client_index)
+
+    @property
+    def _live_stream(self) -> Any:
+        if self._stream is None:
+            raise RuntimeError("an output was asked for while the engine has nothing to do for this client")
+        return self._stream
 
     def mark_dead(self, text: str, cause: BaseException | None = None) -> EngineDeadError:
         """Every later call raises this. The actor, if it still is there, is of no use and is killed."""
@@ -149,11 +175,11 @@ class CoreLink:
     # Health and the end
 
     async def health_async(self) -> HealthReport:
-        self.check_alive()
+        self._check_open()
         return await asyncio.wait_for(_as_future(self.actor.health.remote()), HEALTH_TIMEOUT_S)
 
     def health(self) -> HealthReport:
-        self.check_alive()
+        self._check_open()
         return ray.get(self.actor.health.remote(), timeout=HEALTH_TIMEOUT_S)
 
     def begin_shutdown(self, timeout_s: float) -> bool:
@@ -169,11 +195,11 @@ class CoreLink:
     def wait_stopped(self, timeout_s: float) -> None:
         """Wait until the stream has ended, which the engine does last."""
         with contextlib.suppress(RayError, ValueError):
-            ray.wait([self.stream.completed()], timeout=timeout_s)
+            ray.wait([self._live_stream.completed()], timeout=timeout_s)
 
     async def wait_stopped_async(self, timeout_s: float) -> None:
         with contextlib.suppress(RayError, ValueError, asyncio.TimeoutError):
-            await asyncio.wait_for(_as_future(self.stream.completed()), timeout_s)
+            await asyncio.wait_for(_as_future(self._live_stream.completed()), timeout_s)
 
     def close(self) -> None:
         """Kill the actor. What its stream brought until now can still be read. Idempotent."""

@@ -27,6 +27,8 @@ class ModelConfig:
         enforce_eager: No graph capture or kernel recording.
         load_format: "dummy" fills weights at random (for benchmarks without a checkpoint).
         attention_backend: "auto", or a name in `executors.attention.registry`.
+        logits_processors: Qualified names of `executors.logits_processors.LogitsProcessor` subclasses, which every
+            worker that samples imports and runs, in this order.
     """
 
     model: str
@@ -40,6 +42,7 @@ class ModelConfig:
     load_format: str = "auto"
     attention_backend: str = "auto"
     hf_overrides: dict[str, Any] = field(default_factory=dict)
+    logits_processors: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 
 from executors.attention.base import AttentionMetadata
+from executors.logits_pipeline import LogitsPipeline
+from executors.logits_processors import BatchView, LogitsProcessor
 from executors.sampling_state import SamplingState
 from scheduler.output import BlockAppends, NewRequestData, SchedulerOutput
 
@@ -93,12 +95,21 @@ class InputBatch:
         num_tokens: int64 [max_num_seqs], known tokens (prompt + generated); 0 marks an unknown row.
         num_prompt_tokens, num_computed_tokens: int64 [max_num_seqs].
         sampling: Sampling parameters of the rows.
+        logits: What changes the rows' logits before the draw.
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_sizes: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_sizes: Sequence[int],
+        device: torch.device,
+        logits_processors: Sequence[type[LogitsProcessor]] = (),
+    ) -> None:
         """
         Args:
             block_sizes: Tokens per block of each KV group.
+            logits_processors: The user's own.
         """
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
@@ -110,6 +121,9 @@ class InputBatch:
         self.num_computed_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.block_tables = [BlockTable(max_num_seqs, max_model_len, size) for size in block_sizes]
         self.sampling = SamplingState(max_num_seqs)
+        self.logits = LogitsPipeline(
+            BatchView(self.token_ids, self.num_tokens, self.num_prompt_tokens), logits_processors
+        )
         self._last_step = 0
 
     def apply(self, output: SchedulerOutput, *, append_known_tokens: bool) -> StepRows:
@@ -204,6 +218,7 @@ class InputBatch:
         for table, block_ids in zip(self.block_tables, request.block_ids, strict=True):
             table.set_row(row, _int32_column(block_ids))
         self.sampling.set_row(row, request)
+        self.logits.set_row(row, request)
 
     def _append_blocks(self, new_blocks: list[BlockAppends]) -> None:
         if len(new_blocks) != len(self.block_tables):

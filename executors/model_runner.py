@@ -7,6 +7,7 @@ draw is a pure function of gathered logits, so they agree without telling each o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ import torch
 
 from executors.attention.base import AttentionMetadata
 from executors.input_batch import InputBatch, InvalidStepError, StepInputs, StepRows
-from executors.logits_processors import apply_grammar_bitmask
+from executors.logits_processors import LogitsProcessor, apply_grammar_bitmask
 from executors.parallel_state import ParallelState
 from executors.sampler import sample
 from kv.spec import KVCacheConfig
@@ -47,6 +48,7 @@ class ModelRunner:
         hidden_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        logits_processors: Sequence[type[LogitsProcessor]] = (),
     ) -> None:
         self._model = model
         self._parallel = parallel
@@ -54,6 +56,7 @@ class ModelRunner:
         self._hidden_size = hidden_size
         self._dtype = dtype
         self._device = device
+        self._logits_processors = logits_processors
         self._batch: InputBatch | None = None
         self._group_of_layer: list[tuple[str, int]] = []
         self._pending: _PendingSampling | None = None
@@ -65,6 +68,7 @@ class ModelRunner:
             self._config.max_model_len,
             [group.spec.block_size for group in config.groups],
             self._device,
+            self._logits_processors,
         )
         self._group_of_layer = [(name, i) for i, group in enumerate(config.groups) for name in group.layer_names]
         self._pending = None
@@ -115,10 +119,7 @@ class ModelRunner:
         batch, logits = self._require_batch(), pending.logits
         rows = pending.rows.rows[pending.rows.samples]
         positions = batch.num_tokens[rows]
-        if batch.sampling.processors:
-            num_output_tokens = positions - batch.num_prompt_tokens[rows]
-            for processor in batch.sampling.processors:
-                processor.apply(logits, rows, num_output_tokens)
+        logits = batch.logits.apply(logits, rows)
         if grammar_bitmask is not None:
             apply_grammar_bitmask(logits, grammar_bitmask)
         tokens = sample(logits, batch.sampling.columns(rows, positions, self._device))

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from executors.base import Executor, ExecutorFailedError, FailureCallback, StepFuture
@@ -275,7 +275,9 @@ class RayExecutor(Executor):
             failure = ExecutorFailedError(f"{self._name(rank)} {what}: {type(cause).__name__}: {cause}")
             failure.__cause__ = cause
             return FailureReport(failure, _is_peer_loss(cause))
-        failure = ExecutorFailedError(f"{self._name(rank)} died: {_death_reason(error)}")
+        # Unavailable: its connection broke before Ray knows why, e.g. with the whole node.
+        what = "is unreachable" if isinstance(error, ActorUnavailableError) else "died"
+        failure = ExecutorFailedError(f"{self._name(rank)} {what}: {_death_reason(error)}")
         failure.__cause__ = error
         return FailureReport(failure)
 

@@ -1,6 +1,6 @@
 """Sampling parameters by row of the persistent batch, and their columns for one step's sampling rows.
 
-Owned by `executors.input_batch`; `executors.model_runner` asks for a step's columns and logits processors.
+Owned by `executors.input_batch`; `executors.model_runner` asks for a step's columns.
 """
 
 from __future__ import annotations
@@ -8,16 +8,14 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from executors.logits_processors import LogitsProcessor, MinTokens
 from executors.sampler import SamplingColumns
 from scheduler.output import NewRequestData
 
 
 class SamplingState:
-    """Parameter columns [max_num_seqs] and the logits processors' state."""
+    """Parameter columns [max_num_seqs]."""
 
     def __init__(self, max_num_seqs: int) -> None:
-        self.processors: list[LogitsProcessor] = [MinTokens()]
         self._greedy = np.ones(max_num_seqs, dtype=np.bool_)
         self._truncated = np.zeros(max_num_seqs, dtype=np.bool_)
         self._temperature = np.ones(max_num_seqs, dtype=np.float32)
@@ -42,8 +40,6 @@ class SamplingState:
         self._log_min_p[row] = np.log(params.min_p) if params.min_p > 0.0 else -np.inf
         self._truncated[row] = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
         self._seeds[row] = params.seed or 0
-        for processor in self.processors:
-            processor.set_row(row, request)
 
     def columns(self, rows: np.ndarray, positions: np.ndarray, device: torch.device) -> SamplingColumns | None:
         """What `sampler.sample` needs for logits whose row i is `rows[i]`'s; None when all are greedy.

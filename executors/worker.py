@@ -16,6 +16,7 @@ import torch
 
 from executors.config import ModelConfig, ParallelConfig
 from executors.loader import load_model
+from executors.logits_pipeline import load_logits_processor
 from executors.memory import allocate_kv_caches, default_cpu_kv_bytes
 from executors.model_config import ResolvedModelConfig, resolve_model_config
 from executors.model_runner import ModelRunner
@@ -98,6 +99,7 @@ class Worker:
 
         Raises:
             WeightLoadError: The checkpoint lacks, repeats or misshapes a tensor.
+            ValueError: A logits processor cannot be imported.
         """
         self._model = load_model(self.model_config, self.parallel, self.device)
         self._runner = ModelRunner(
@@ -107,6 +109,7 @@ class Worker:
             hidden_size=self.model_config.hidden_size,
             dtype=self.model_config.dtype,
             device=self.device,
+            logits_processors=[load_logits_processor(n) for n in self.model_config.model_config.logits_processors],
         )
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:

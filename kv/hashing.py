@@ -32,14 +32,14 @@ def extend_block_hashes(
     hashes: list[bytes], root: bytes, token_ids: array[int], block_size: int, num_blocks: int
 ) -> None:
     """Append hashes to `hashes` until it has one for each of the first `num_blocks` blocks of `token_ids`."""
-    done = len(hashes)
-    if done >= num_blocks:
-        return
-    tokens = token_ids[done * block_size : num_blocks * block_size]
-    if sys.byteorder == "big":
-        tokens.byteswap()
-    content, block_bytes = tokens.tobytes(), block_size * tokens.itemsize
     parent = hashes[-1] if hashes else root
-    for start in range(0, len(content), block_bytes):
-        parent = sha256(parent + content[start : start + block_bytes]).digest()
+    for end in range((len(hashes) + 1) * block_size, num_blocks * block_size + 1, block_size):
+        parent = sha256(parent + _canonical_bytes(token_ids[end - block_size : end])).digest()
         hashes.append(parent)
+
+
+def _canonical_bytes(token_ids: array[int]) -> bytes:
+    """Little-endian int32; takes the array over."""
+    if sys.byteorder == "big":
+        token_ids.byteswap()
+    return token_ids.tobytes()

@@ -78,6 +78,11 @@ class KVCacheManager:
         return len(self._groups)
 
     @property
+    def num_growing_groups(self) -> int:
+        """KV groups that need one more block for every block of tokens; window groups soon give one back for each."""
+        return max(1, len(self._full))
+
+    @property
     def usage(self) -> float:
         """Share of the pool that has an owner, 0 to 1."""
         return self.pool.num_used / (self.pool.num_blocks - 1)
@@ -185,8 +190,8 @@ class KVCacheManager:
         if num_full <= sequence.num_registered:
             return
         hashes = self._hashes(sequence, num_full)
-        for group, table in enumerate(sequence.tables):
-            for position in range(sequence.num_registered, num_full):
+        for position in range(sequence.num_registered, num_full):
+            for group, table in enumerate(sequence.tables):
                 if table[position] != NULL_BLOCK:
                     self.pool.register(table[position], group, hashes[position])
         sequence.num_registered = num_full

@@ -17,6 +17,9 @@ GREEDY_TEMPERATURE = 1e-5
 MIN_TEMPERATURE = 1e-2
 """Positive temperatures are raised to this: smaller ones overflow the scaled logits."""
 MAX_N = 16384
+MAX_BAD_WORDS = 128
+"""Token sequences of bad_words, after tokenisation."""
+MAX_PENALTY = 2.0
 
 
 class RequestOutputKind(enum.IntEnum):
@@ -36,13 +39,27 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
         top_k: Sample among the k most likely tokens; 0 or -1 is off.
         top_p: Sample among the most likely tokens whose probabilities first reach this sum, in (0, 1].
         min_p: Drop tokens less likely than this share of the most likely one, in [0, 1].
+        presence_penalty: Subtracted from the logit of each token generated before, in [-2, 2].
+        frequency_penalty: Subtracted once for each time it was generated, in [-2, 2].
+        repetition_penalty: Divides positive and multiplies negative logits of tokens in prompt or output; above 0.
         seed: Picks the random numbers; the same seed gives the same tokens. None: chosen at admission.
         stop: Strings that end the text. stop_token_ids: tokens that end it.
         ignore_eos: Go on past the end-of-sequence token.
         max_tokens: Most tokens to generate; None is the rest of the context.
         min_tokens: EOS and stop tokens are not sampled before so many tokens.
+        bad_words: Texts that are never generated, at the start of a word or after other text.
+        bad_words_token_ids: The same as token sequences: the last token is masked where the others come before it. The
+            front end adds those of `bad_words`.
+        allowed_token_ids: Only these are sampled; None is all.
+        logit_bias: Token id → what is added to its logit.
+        logprobs: Report the log-probability of each generated token, and of so many most likely ones; -1 is all. By the
+            model's own logits, before anything else here changes them. None: nothing is reported.
+        prompt_logprobs: Same for the prompt's tokens after the first.
         detokenize: Turn tokens into text; False leaves `text` empty.
         output_kind: See RequestOutputKind.
+        stream_interval: Tokens between two outputs; the first and the last come at once.
+        skip_reading_prefix_cache: Compute the whole prompt anew. None: only where prompt_logprobs need it.
+        extra_args: For logits processors of your own; plain data (str, int, float, bool, None, lists, dictionaries).
     """
 
     n: int = 1
@@ -50,26 +67,46 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
     seed: int | None = None
     stop: list[str] = []
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
     max_tokens: int | None = 16
     min_tokens: int = 0
+    bad_words: list[str] = []
+    bad_words_token_ids: list[list[int]] = []
+    allowed_token_ids: list[int] | None = None
+    logit_bias: dict[int, float] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    stream_interval: int | None = None
+    skip_reading_prefix_cache: bool | None = None
+    extra_args: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         self._normalise()
         self._check_ranges()
         self._check_stops()
+        self._check_penalties()
+        self._check_token_limits()
+        self._check_logprobs()
+        self._check_output()
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature < GREEDY_TEMPERATURE
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     def clone(self, **changes: Any) -> SamplingParams:
         """A copy with some fields replaced."""
@@ -82,6 +119,13 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
             self.stop = []
         if self.stop_token_ids is None:
             self.stop_token_ids = []
+        if self.bad_words is None:
+            self.bad_words = []
+        if self.bad_words_token_ids is None:
+            self.bad_words_token_ids = []
+        for name in ("logprobs", "prompt_logprobs"):
+            if isinstance(getattr(self, name), bool):  # As vLLM: True is 1.
+                setattr(self, name, 1 if getattr(self, name) else None)
         if self.seed == -1:
             self.seed = None
         if self.top_k == -1:
@@ -111,6 +155,61 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
             _check_int("stop_token_ids", token, 0, None)
         self.stop_token_ids = list(dict.fromkeys(self.stop_token_ids))
 
+    def _check_penalties(self) -> None:
+        for name in ("presence_penalty", "frequency_penalty"):
+            _check_float(name, getattr(self, name), -MAX_PENALTY, MAX_PENALTY)
+        if not _is_finite(self.repetition_penalty) or self.repetition_penalty <= 0:
+            raise ValueError(f"repetition_penalty must be a finite number above 0, got {self.repetition_penalty!r}")
+
+    def _check_token_limits(self) -> None:
+        """What may be sampled: bad words, allowed tokens, biases."""
+        if not isinstance(self.bad_words, list) or not all(isinstance(w, str) and w.strip() for w in self.bad_words):
+            raise ValueError(f"bad_words must be a list of strings that are not blank, got {self.bad_words!r}")
+        self.bad_words = list(dict.fromkeys(self.bad_words))
+        for sequence in self.bad_words_token_ids:
+            if not isinstance(sequence, list) or not sequence:
+                raise ValueError(f"bad_words_token_ids must hold non-empty lists of token ids, got {sequence!r}")
+            for token in sequence:
+                _check_int("bad_words_token_ids", token, 0, None)
+        if len(self.bad_words_token_ids) > MAX_BAD_WORDS:
+            raise ValueError(
+                f"bad_words must be at most {MAX_BAD_WORDS} token sequences (a word may be several: with and without a "
+                f"space before it), got {len(self.bad_words_token_ids)}"
+            )
+        if self.allowed_token_ids is not None:
+            if not isinstance(self.allowed_token_ids, list) or not self.allowed_token_ids:
+                raise ValueError(f"allowed_token_ids must be a non-empty list or None, got {self.allowed_token_ids!r}")
+            for token in self.allowed_token_ids:
+                _check_int("allowed_token_ids", token, 0, None)
+        if self.logit_bias is not None:
+            if not isinstance(self.logit_bias, dict):
+                raise ValueError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}")
+            for token, bias in self.logit_bias.items():
+                _check_int("logit_bias", token, 0, None, allowed="a token id, for each key")
+                if not _is_finite(bias):
+                    raise ValueError(f"logit_bias must map token ids to finite numbers, got {bias!r} for {token}")
+
+    def _check_logprobs(self) -> None:
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), -1, None, allowed="at least 0, or -1 (the whole vocabulary)")
+        skip = self.skip_reading_prefix_cache
+        if skip is not None and not isinstance(skip, bool):
+            raise ValueError(f"skip_reading_prefix_cache must be True, False or None, got {skip!r}")
+        if skip is False and self.prompt_logprobs is not None:
+            raise ValueError(
+                "skip_reading_prefix_cache must be True or None with prompt_logprobs, got False: a cached prompt token "
+                "has no logits"
+            )
+
+    def _check_output(self) -> None:
+        if self.stream_interval is not None:
+            _check_int("stream_interval", self.stream_interval, 1, None)
+        if self.extra_args is not None:
+            if not isinstance(self.extra_args, dict):
+                raise ValueError(f"extra_args must be a dictionary or None, got {self.extra_args!r}")
+            _check_plain("extra_args", self.extra_args)
+
 
 def _check_int(name: str, value: Any, low: int, high: int | None, allowed: str | None = None) -> None:
     valid = isinstance(value, int) and not isinstance(value, bool)
@@ -120,6 +219,27 @@ def _check_int(name: str, value: Any, low: int, high: int | None, allowed: str |
 
 
 def _check_float(name: str, value: Any, low: float, high: float, above: bool = False) -> None:
-    valid = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not valid or value > high or value < low or (above and value == low):
+    if not _is_finite(value) or value > high or value < low or (above and value == low):
         raise ValueError(f"{name} must be a number in {'(' if above else '['}{low}, {high}], got {value!r}")
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _check_plain(where: str, value: Any) -> None:
+    """Refuse what cannot travel to the workers."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise ValueError(f"{where} must have strings as keys, got {key!r}")
+            _check_plain(f"{where}[{key!r}]", item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _check_plain(where, item)
+    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError(f"{where} must hold integers of 64 bits, got {value!r}")
+    elif value is not None and not isinstance(value, (str, bool, int, float)):
+        raise ValueError(
+            f"{where} must be plain data (str, int, float, bool, None, lists, dictionaries), got {type(value).__name__}"
+        )

@@ -11,7 +11,6 @@ everything and is computed again later.
 
 from __future__ import annotations
 
-import heapq
 import logging
 import time
 from array import array
@@ -20,10 +19,11 @@ from collections.abc import Callable, Iterable
 from itertools import compress
 
 from kv.config import CacheConfig
-from kv.manager import KVCacheManager, KVSequence, PrefixHit
+from kv.manager import KVCacheManager, PrefixHit
 from kv.spec import KVCacheConfig
+from scheduler.admission import AdmissionLimits
 from scheduler.config import SchedulerConfig
-from scheduler.errors import QueueFullError, RequestRefusedError
+from scheduler.errors import RequestRefusedError
 from scheduler.output import (
     EngineCoreOutputs,
     FinishedRequest,
@@ -36,6 +36,7 @@ from scheduler.output import (
 from scheduler.queues import RANKS, WaitingQueue
 from scheduler.request import EngineCoreRequest, Request, RequestStatus
 from scheduler.results import collect_outputs, end_of_request, finished
+from scheduler.rows import BatchRows
 from scheduler.step import DispatchedStep, KnownTokens, StepPlan
 
 logger = logging.getLogger(__name__)
@@ -57,8 +58,8 @@ class Scheduler:
     """
 
     headroom_blocks = 2
-    """Blocks per running request and KV group that an admission leaves free: each needs one before long, and an
-    admission that takes them is soon preempted. Judged with benchmarks/simulate.py."""
+    """Blocks per running request and growing KV group that an admission leaves free: each needs one before long, and
+    an admission that takes them is soon preempted. Judged with benchmarks/simulate.py."""
 
     def __init__(
         self,
@@ -91,23 +92,27 @@ class Scheduler:
             enable_prefix_caching=self.prefix_caching_enabled,
             max_num_batched_tokens=config.max_num_batched_tokens,
         )
-        self._pool_tokens = self._kv.max_tokens_alone(config.max_model_len)
+        self._limits = AdmissionLimits(
+            max_model_len=config.max_model_len,
+            pool_tokens=self._kv.max_tokens_alone(config.max_model_len),
+            max_prompt_tokens=None if self.chunked_prefill_enabled else config.max_num_batched_tokens,
+            max_num_queued_requests=config.max_num_queued_requests,
+        )
 
         self._requests: dict[str, Request] = {}
         self._requests_of_client: dict[int, int] = {}
         self._waiting = WaitingQueue()
         self._running: list[Request] = []
         self._not_started: set[Request] = set()  # admitted, but without a first token
-        self._free_rows = list(range(config.max_num_seqs))
+        self._rows = BatchRows(config.max_num_seqs, self._kv)
         self._num_requests_ever = 0
 
         self._step = 0
-        self._completed_step = 0
         self._in_flight: deque[DispatchedStep] = deque()
-        # KV and rows without a request, which dispatched steps up to the given one still write.
-        self._retired: list[tuple[int, KVSequence, int]] = []
         self._known_tokens = KnownTokens() if send_known_tokens else None
         self._ended_without_step: dict[int, list[FinishedRequest]] = {}
+        # The client that is owed stats: a request ended, and no output since has told what that freed.
+        self._stats_due: int | None = None
         self._stats = SchedulerStats()
 
     # ---- requests come and go
@@ -119,14 +124,13 @@ class Scheduler:
             RequestRefusedError: It can never run; the text has the numbers.
             QueueFullError: Too many are waiting.
         """
+        if request.request_id in self._requests:
+            raise RequestRefusedError(f"request_id {request.request_id!r} is in use by an unfinished request")
         state = Request(request, self._num_requests_ever, self._kv.block_size, self._clock())
-        self._check_admissible(state)
+        self._limits.check_request(state)
+        self._limits.check_queue(len(self._waiting), len(self._rows.free))
         self._num_requests_ever += 1
-        max_tokens = state.sampling_params.max_tokens
-        limits = [self.config.max_model_len, self._pool_tokens + 1]
-        if max_tokens is not None:
-            limits.append(state.num_prompt_tokens + max_tokens)
-        state.max_total_tokens = min(limits)
+        state.max_total_tokens = self._limits.max_total_tokens(state)
         state.rank = self._rank(state)
         state.is_long = 0 < self.config.long_prefill_token_threshold < state.num_prompt_tokens
         self._requests[state.request_id] = state
@@ -149,9 +153,17 @@ class Scheduler:
         self.abort_requests(list(self._requests))
 
     def take_outputs(self) -> dict[int, EngineCoreOutputs]:
-        """By client, the ends that no step's result will report: aborts since the last call."""
+        """By client, the ends that no step's result will report: aborts since the last call.
+
+        The last stats before the engine falls idle come this way too, when no output of a step can carry them.
+        """
         ended, self._ended_without_step = self._ended_without_step, {}
-        return {client: EngineCoreOutputs(finished=ends, timestamp_s=self._clock()) for client, ends in ended.items()}
+        now = self._clock()
+        outputs = {client: EngineCoreOutputs(finished=ends, timestamp_s=now) for client, ends in ended.items()}
+        if self._stats_due is not None and not self._in_flight:
+            outputs.setdefault(self._stats_due, EngineCoreOutputs(timestamp_s=now)).stats = self.make_stats()
+            self._stats_due = None
+        return outputs
 
     def has_requests(self) -> bool:
         """There is an unfinished request, or a dispatched step whose result is not back."""
@@ -246,13 +258,13 @@ class Scheduler:
         """Start waiting requests in rank order, until budget, rows or blocks run out."""
         prefills = [request for request in prefills if request.num_remaining_tokens]
         reserved = sum(map(self._blocks_to_finish, prefills))
-        while plan.budget and self._free_rows:
+        while plan.budget and self._rows.free:
             request = self._waiting.first(self._long_allowed(prefills))
             # A request preempted with a step in flight may get one more token from it; it starts with all its tokens.
-            if request is None or request.last_step > self._completed_step:
+            if request is None or request.last_step > self._rows.completed_step:
                 return
             hit = self._kv.no_hit() if request.skip_reading_prefix_cache else self._kv.look_up(request.kv)
-            headroom = reserved + len(self._running) * self._kv.num_groups * self.headroom_blocks
+            headroom = reserved + len(self._running) * self._kv.num_growing_groups * self.headroom_blocks
             if not self._kv.fits(hit, len(request.token_ids), headroom):
                 return
             contended = bool(plan.chunks) or len(self._waiting) > 1
@@ -277,7 +289,7 @@ class Scheduler:
                 self._stats.prefix_cache_queries += request.num_prompt_tokens
                 self._stats.prefix_cache_hits += hit.num_tokens
         request.status = RequestStatus.RUNNING
-        request.row = heapq.heappop(self._free_rows)
+        request.row = self._rows.take()
         request.admitted_step = plan.step
         request.num_slots = self._kv.num_slots(request.kv)
         request.num_computed_tokens = hit.num_tokens
@@ -350,21 +362,22 @@ class Scheduler:
                 return False
             victim = max(self._running, key=lambda candidate: candidate.rank)
             if victim is request:
-                if len(self._running) == 1 and not self._retired:
+                if len(self._running) == 1 and not self._rows.retired:
                     raise RuntimeError(f"request {request.request_id} alone finds no blocks for {num_tokens} tokens")
                 return False
             self._preempt(plan, victim)
 
     def _retired_blocks_suffice(self, request: Request, num_tokens: int) -> bool:
-        """Enough blocks come back when the steps in flight are done; an upper bound, since blocks may be shared."""
-        coming = sum(self._kv.num_blocks_of(kv) for _, kv, _ in self._retired)
-        return coming > 0 and coming >= self._kv.num_missing_blocks(request.kv, num_tokens)
+        """Enough blocks will come back with the steps in flight; taking more from others would be for nothing."""
+        return bool(self._rows.retired) and (
+            self._rows.num_retired_blocks() >= self._kv.num_missing_blocks(request.kv, num_tokens)
+        )
 
     def _preempt(self, plan: StepPlan, request: Request) -> None:
         """Take everything from a running request; it waits to be computed anew. Tokens in flight still reach it."""
         plan.drop_decode(request)
         self._running.remove(request)
-        self._retire(request)
+        self._rows.retire(request)
         request.kv = request.kv.restarted()
         request.status = RequestStatus.WAITING
         request.num_preemptions += 1
@@ -373,28 +386,6 @@ class Scheduler:
         request.rank = self._rank(request)
         self._waiting.add(request)
         self._stats.num_preemptions += 1
-
-    def _retire(self, request: Request) -> None:
-        """Give blocks and row back, once no dispatched step can write them any more. Content stays findable."""
-        self._kv.register(request.kv, request.num_computed_tokens)
-        if request.last_step > self._completed_step:
-            self._retired.append((request.last_step, request.kv, request.row))
-        else:
-            self._release(request.kv, request.row)
-
-    def _release(self, kv: KVSequence, row: int) -> None:
-        self._kv.free(kv)
-        heapq.heappush(self._free_rows, row)
-
-    def _release_retired(self) -> None:
-        still_written = []
-        for entry in self._retired:
-            last_step, kv, row = entry
-            if last_step > self._completed_step:
-                still_written.append(entry)
-            else:
-                self._release(kv, row)
-        self._retired = still_written
 
     # ---- results
 
@@ -410,9 +401,7 @@ class Scheduler:
             raise RuntimeError(
                 f"step {step.step}: {len(requests)} requests sample, the workers returned {len(tokens)} tokens"
             )
-        self._completed_step = step.step
-        if self._retired:
-            self._release_retired()
+        self._rows.complete(step.step)
         if step.has_late:
             live = [request.status is not RequestStatus.FINISHED for request in requests]
             requests, tokens = list(compress(requests, live)), array("i", compress(tokens, live))
@@ -431,6 +420,8 @@ class Scheduler:
         )
         for first in outputs.values():
             first.stats = self.make_stats()
+            if not self._rows.retired:
+                self._stats_due = None
             break
         return outputs
 
@@ -463,6 +454,7 @@ class Scheduler:
     def _finish(self, request: Request) -> None:
         """Forget a request. The caller reports its end, and clears it from `_running` when it has finished them all."""
         del self._requests[request.request_id]
+        self._stats_due = request.client_index
         left = self._requests_of_client[request.client_index] - 1
         if left:
             self._requests_of_client[request.client_index] = left
@@ -470,44 +462,13 @@ class Scheduler:
             del self._requests_of_client[request.client_index]
         self._not_started.discard(request)
         if request.status is RequestStatus.RUNNING:
-            self._retire(request)
+            self._rows.retire(request)
         else:
             self._waiting.remove(request)
         request.status = RequestStatus.FINISHED
-        if request.last_step > self._completed_step:
+        if request.last_step > self._rows.completed_step:
             for step in self._in_flight:
                 step.has_late = True
 
     def _drop_finished_from_running(self) -> None:
         self._running = [request for request in self._running if request.status is RequestStatus.RUNNING]
-
-    # ---- admission checks
-
-    def _check_admissible(self, request: Request) -> None:
-        prompt, limit = request.num_prompt_tokens, self.config.max_model_len
-        name = f"request {request.request_id}"
-        if request.request_id in self._requests:
-            raise RequestRefusedError(f"request_id {request.request_id!r} is in use by an unfinished request")
-        if prompt == 0:
-            raise RequestRefusedError(f"{name}: the prompt has no tokens")
-        if prompt >= limit:
-            raise RequestRefusedError(
-                f"{name}: a prompt of {prompt} tokens leaves no room for output; prompt and output "
-                f"together may have max_model_len = {limit}"
-            )
-        if prompt > self._pool_tokens:
-            raise RequestRefusedError(
-                f"{name}: a prompt of {prompt} tokens is more than the {self._pool_tokens} tokens "
-                f"of one sequence that the KV cache holds"
-            )
-        if not self.chunked_prefill_enabled and prompt > self.config.max_num_batched_tokens:
-            raise RequestRefusedError(
-                f"{name}: a prompt of {prompt} tokens does not fit in one step of max_num_batched_tokens = "
-                f"{self.config.max_num_batched_tokens}, and chunked prefill is off"
-            )
-        queue_limit = self.config.max_num_queued_requests
-        if queue_limit is not None and len(self._waiting) >= queue_limit + len(self._free_rows):
-            raise QueueFullError(
-                f"{len(self._waiting)} requests are waiting, {len(self._free_rows)} of them for the next "
-                f"step; max_num_queued_requests is {queue_limit}"
-            )

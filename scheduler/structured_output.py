@@ -7,7 +7,8 @@ matcher follows its tokens. The implementations are in `engine_actors.structured
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -69,19 +70,19 @@ class CompiledGrammar(ABC):
 
 
 class StructuredOutputBackend(ABC):
-    """Compiles grammars for one vocabulary. Thread-safe."""
+    """Compiles grammars for one vocabulary. Thread-safe; no method blocks."""
 
     @abstractmethod
-    def compile(self, spec: GrammarSpec, cancelled: Callable[[], bool]) -> CompiledGrammar:
-        """Blocks; never longer than the compile time limit and the start of the back end.
+    def compile(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
+        """The grammar, some time later; cancelling the future stops the work.
 
-        Args:
-            cancelled: Asked now and then; the result is not wanted any more once it says True.
-
-        Raises:
-            StructuredOutputError: The grammar is refused.
-            CompileTimeoutError: It took too long.
+        The future fails with StructuredOutputError when the grammar is refused, with CompileTimeoutError when it took
+        too long, and with another error when the back end itself failed.
         """
+
+    @abstractmethod
+    def start(self) -> None:
+        """Load what the first grammar would have to wait for, in the background."""
 
     @property
     @abstractmethod
@@ -90,7 +91,7 @@ class StructuredOutputBackend(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give processes and memory back. Idempotent."""
+        """Give processes and memory back; pending futures are cancelled. Idempotent."""
 
 
 class GrammarStatus(Enum):

@@ -42,6 +42,11 @@ async def prepare_completion(
     include_usage, usage_in_each_chunk = check_stream_options(request)
     given = split_prompt_field(request.prompt, model.limits.max_prompts)
     params = _params(request, model, settings)
+    if len(given) * params.n > settings.max_sequences:
+        raise BadRequest(
+            f"n times the number of prompts must be at most {settings.max_sequences}, got {params.n} x {len(given)}",
+            "n",
+        )
     prompts: list[Prompt] = []
     for index, each in enumerate(given):
         prompts.append(await to_prompt(each, request, model.tokenization, model.limits, add_special_tokens=True,

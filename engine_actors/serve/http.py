@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping
 from contextlib import suppress
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import msgspec
 
 from engine_actors.serve.errors import APIError, BadRequest
+
+logger = logging.getLogger(__name__)
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -97,6 +100,10 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) ->
         if working.done():
             working.result()
             return True
+        if watching.exception() is not None:
+            logger.warning(
+                "cannot tell whether the client is still there; its request ends", exc_info=watching.exception()
+            )
         return False
     finally:
         for task in (watching, working):

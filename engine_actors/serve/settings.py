@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+COUNTS = ("max_body_bytes", "max_prompts", "max_n", "max_sequences", "max_stop_strings", "max_stop_chars", "max_tools",
+          "stream_interval")  # fmt: skip
 TOOL_CALL_PARSERS = ("auto", "hermes", "llama3_json", "none")
 
 
@@ -16,6 +18,7 @@ class ServerSettings:
         max_body_bytes: Larger request bodies are refused with 413.
         max_prompts: Prompts of one completions request.
         max_n: Largest `n`.
+        max_sequences: Largest number of prompts times n.
         max_stop_strings: Most `stop` strings, each at most `max_stop_chars` characters.
         max_logprobs: Most alternatives per token; -1 allows the whole vocabulary.
         max_tools: Most `tools`.
@@ -35,6 +38,7 @@ class ServerSettings:
     max_body_bytes: int = 64 << 20
     max_prompts: int = 1024
     max_n: int = 128
+    max_sequences: int = 4096
     max_stop_strings: int = 64
     max_stop_chars: int = 1024
     max_logprobs: int = 20
@@ -50,8 +54,7 @@ class ServerSettings:
     allowed_origins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("max_body_bytes", "max_prompts", "max_n", "max_stop_strings", "max_stop_chars", "max_tools",
-                     "stream_interval"):  # fmt: skip
+        for name in COUNTS:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")

@@ -170,6 +170,18 @@ async def test_worker_failure_reaches_every_stream_with_its_text(make_llm: Make)
     assert {type(r) for r in results} == {EngineDeadError}
 
 
+async def test_idle_client_has_no_stream_and_both_goes_on_and_notices_a_death(make_llm: Make) -> None:
+    engine = make_llm()
+    (pid,) = await engine.collective_rpc(lambda worker: os.getpid())
+    for _ in range(2):
+        await until(lambda: not engine.client.link.has_stream)
+        assert await tokens_of(engine, [5, 6]) == expected_tokens([5, 6], 20)
+    await until(lambda: not engine.client.link.has_stream)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(EngineDeadError, match="EngineCore's process died"):
+        await tokens_of(engine, [5, 6])
+
+
 async def test_health_is_true_while_busy(make_llm: Make) -> None:
     engine = make_llm({"step_s": 0.001})
     pending = [asyncio.create_task(tokens_of(engine, [5, i])) for i in range(200)]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from engine_actors import core_streams
 from engine_actors.config import EngineConfig
 from engine_actors.core_actor import EngineCoreActor
 from engine_actors.messages import (
@@ -197,6 +198,31 @@ async def test_dead_engine_tells_clients_that_come_later(make_actor: Any) -> Non
     report = await actor.health()
     assert report.state == "dead"
     assert "boom" in (report.cause or "")
+
+
+async def test_stream_pauses_when_its_client_has_nothing_under_way(
+    make_actor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core_streams, "LINGER_S", 0.01)
+    actor = await make_actor({"step_s": 0.005})
+    busy, idle = Client(actor, 0), Client(actor, 1)
+    await busy.add("a")
+    await idle.send(utility_message(1, "reset_prefix_cache", (), {}))
+    while idle.last is None:
+        await idle.read()
+    assert idle.last.paused_after == 1
+    with pytest.raises(StopAsyncIteration):
+        await idle.read()
+    await busy.read_until_finished("a")
+    while busy.last is None:
+        await busy.read()
+    assert busy.last.paused_after == 1
+    assert busy.tokens == {"a": expected_tokens([5, 0], 20)}
+    # A new stream goes on where the old one stopped.
+    busy.stream, busy.last = actor.outputs(0), None
+    await busy.add("b")
+    await busy.read_until_finished("b")
+    assert busy.tokens["b"] == expected_tokens([5, 0], 20)
 
 
 async def test_idle_loop_sleeps(make_actor: Any) -> None:

@@ -46,7 +46,7 @@ def test_calls_that_arrive_in_any_order_are_handled_in_theirs() -> None:
 
 
 async def read_all(outbox: Outbox) -> list[OutputBatch]:
-    return [decode_batch(data) async for data in outbox.batches()]
+    return [decode_batch(data) async for data, _ in outbox.batches(lambda: False, Inbox())]
 
 
 async def test_what_gathers_goes_out_as_one_batch_and_the_end_comes_last() -> None:

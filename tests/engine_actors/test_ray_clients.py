@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,12 @@ import pytest
 import ray._private.state
 
 from engine_actors.config import EngineConfig
+from engine_actors.core_streams import LINGER_S
 from engine_actors.errors import EngineDeadError, EngineStartupError
+from engine_actors.llm import LLM
 from engine_actors.llm_engine import LLMEngine
 from scheduler.sampling_params import RequestOutputKind, SamplingParams
-from tests.fakes import expected_tokens
+from tests.fakes import FakeExecutor, expected_tokens
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, output_kind=RequestOutputKind.FINAL_ONLY)
@@ -64,6 +68,15 @@ def test_tokens_through_the_actor_are_the_executors(make_engine: Make, async_sch
     engine = make_engine(async_scheduling=async_scheduling)
     assert run(engine) == [expected_tokens(prompt, 20) for prompt in PROMPTS]
     assert run(engine) == [expected_tokens(prompt, 20) for prompt in PROMPTS]
+
+
+def test_engine_left_idle_goes_on_where_it_stopped(make_engine: Make) -> None:
+    engine = make_engine()
+    assert run(engine) == [expected_tokens(prompt, 20) for prompt in PROMPTS]
+    time.sleep(LINGER_S + 0.3)  # the stream has ended, unread
+    assert run(engine) == [expected_tokens(prompt, 20) for prompt in PROMPTS]
+    time.sleep(LINGER_S + 0.3)
+    assert engine.reset_prefix_cache() is True
 
 
 def test_utilities_answer_and_their_errors_are_the_callers(make_engine: Make) -> None:
@@ -158,6 +171,19 @@ def test_abort_ends_the_request_with_its_reason(make_engine: Make, tmp_path: Pat
     while engine.has_unfinished_requests():
         reasons |= {output.request_id: output.outputs[0].finish_reason for output in engine.step()}
     assert reasons == {"a": "abort", "b": "length"}
+
+
+def test_interrupt_while_waiting_aborts_and_the_next_call_is_clean(fake_model_dir: Path) -> None:
+    executor = partial(FakeExecutor, step_s=0.01)
+    with LLM(str(fake_model_dir), executor_class=executor) as llm:
+        timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[5], [6]], GREEDY.clone(max_tokens=250), use_tqdm=False)
+        assert not llm.llm_engine.has_unfinished_requests()
+        (output,) = llm.generate([[7]], GREEDY, use_tqdm=False)
+        assert output.outputs[0].token_ids == expected_tokens([7], 20)
+        assert llm.reset_prefix_cache()  # nothing of the interrupted call is left in the engine
 
 
 def test_dropping_the_engine_kills_its_actor(fake_config: Callable[..., EngineConfig]) -> None:

@@ -73,10 +73,9 @@ def test_all_ranks_of_a_stage_have_equal_specs(tmp_path: Path) -> None:
 
 def _distributed_worker(rank: int, directory: str) -> None:
     """One of two processes: the same models as TP=2, then as PP=2, over gloo."""
-    torch.set_num_threads(1)
     root = Path(directory)
     expected = torch.load(root / "expected.pt")
-    tensor_parallel = ParallelState.initialize(rank=rank, tp_size=2, init_method=f"file://{root}/tp", timeout_s=60)
+    tensor_parallel = ParallelState.initialize(rank=rank, tp_size=2, init_method=f"file://{root}/tp", timeout_s=240)
     value = torch.full((3,), float(rank))
     assert tensor_parallel.broadcast(value.clone(), src_tp_rank=1).tolist() == [1.0] * 3
     for name, logits in expected.items():
@@ -84,7 +83,7 @@ def _distributed_worker(rank: int, directory: str) -> None:
     tensor_parallel.destroy()
     tensor_parallel.destroy()
 
-    pipeline = ParallelState.initialize(rank=rank, pp_size=2, init_method=f"file://{root}/pp", timeout_s=60)
+    pipeline = ParallelState.initialize(rank=rank, pp_size=2, init_method=f"file://{root}/pp", timeout_s=240)
     for name, logits in expected.items():
         model = load(root / name, pipeline)
         runner, request = PagedRunner(model), PagedRequest(TOKENS)
@@ -101,7 +100,10 @@ def _distributed_worker(rank: int, directory: str) -> None:
     pipeline.destroy()
 
 
-def test_two_gloo_processes_match_transformers_as_tp2_and_as_pp2(tmp_path: Path) -> None:
+def test_two_gloo_processes_match_transformers_as_tp2_and_as_pp2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # of the processes
     configs: dict[str, Any] = {
         "untied": transformers.LlamaConfig(**SMALL),
         "tied": transformers.Qwen3Config(**{**SMALL, "head_dim": 8, "tie_word_embeddings": True}),

@@ -40,7 +40,9 @@ SAMPLED = SamplingParams(temperature=1.4, top_k=50, top_p=0.95, seed=7)
 
 
 def make_executor(model: Path, tp: int = 1, pp: int = 1, **parallel: Any) -> RayExecutor:
-    config = ParallelConfig(tensor_parallel_size=tp, pipeline_parallel_size=pp, device="cpu", **parallel)
+    config = ParallelConfig(
+        tensor_parallel_size=tp, pipeline_parallel_size=pp, device="cpu", **{"torch_num_threads": 1, **parallel}
+    )
     return RayExecutor(ModelConfig(model=str(model)), CACHE, SCHEDULER, config)
 
 
@@ -77,7 +79,7 @@ def nothing_is_left_behind() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def expected(tiny_llama_dir: Path) -> dict[str, list[list[int]]]:
-    config = ParallelConfig(distributed_executor_backend="uni", device="cpu")
+    config = ParallelConfig(distributed_executor_backend="uni", device="cpu", torch_num_threads=1)
     executor = UniProcExecutor(ModelConfig(model=str(tiny_llama_dir)), CACHE, SCHEDULER, config)
     sampled = StepDriver(executor, CACHE, SCHEDULER).generate(PROMPTS, 8, SAMPLED)
     executor.shutdown()

@@ -182,7 +182,7 @@ class Harness:
         length_limit = self.config.max_model_len - len(sent.prompt)
         if params.max_tokens is not None:
             length_limit = min(length_limit, params.max_tokens)
-        limit = min(length_limit, self.scheduler._pool_tokens + 1 - len(sent.prompt))
+        limit = min(length_limit, self.scheduler._limits.pool_tokens + 1 - len(sent.prompt))
         tokens = reference_tokens(
             sent.prompt, params.seed or 0, windows(self.kv_config), limit, frozenset(stops), params.min_tokens
         )
@@ -208,13 +208,13 @@ class Harness:
     def check_nothing_left(self) -> None:
         scheduler = self.scheduler
         assert scheduler._kv.pool.num_free == scheduler._kv.pool.num_blocks - 1
-        assert sorted(scheduler._free_rows) == list(range(self.config.max_num_seqs))
+        assert sorted(scheduler._rows.free) == list(range(self.config.max_num_seqs))
         assert not scheduler._requests
         assert not scheduler._requests_of_client
         assert not scheduler._running
         assert not len(scheduler._waiting)
         assert not scheduler._not_started
-        assert not scheduler._retired
+        assert not scheduler._rows.retired
         assert not scheduler._in_flight
         assert not scheduler._ended_without_step
 
@@ -222,7 +222,7 @@ class Harness:
         """The invariants between calls."""
         scheduler = self.scheduler
         pool, block_size = scheduler._kv.pool, scheduler._kv.block_size
-        sequences = [request.kv for request in scheduler._running] + [kv for _, kv, _ in scheduler._retired]
+        sequences = [request.kv for request in scheduler._running] + [kv for _, kv, _ in scheduler._rows.retired]
         owners: Counter[int] = Counter()
         groups: dict[int, int] = {}
         for kv in sequences:
@@ -238,7 +238,7 @@ class Harness:
             assert count == 1 or pool._hash_of[block] is not None
         assert len(scheduler._running) <= self.config.max_num_seqs
         rows = [request.row for request in scheduler._running]
-        rows += [row for _, _, row in scheduler._retired] + scheduler._free_rows
+        rows += [row for _, _, row in scheduler._rows.retired] + scheduler._rows.free
         assert sorted(rows) == list(range(self.config.max_num_seqs))
         assert scheduler._stats.num_scheduled_tokens == self.num_scheduled_tokens
         for request in scheduler._running:

@@ -148,13 +148,40 @@ def test_admission_leaves_room_for_running_requests_to_grow() -> None:
 
 
 def test_admission_leaves_room_for_prompts_half_computed() -> None:
-    harness = harness_of(10, max_num_batched_tokens=10)
-    harness.add(range(32), max_tokens=2)  # 8 blocks, in four steps
-    harness.step()
-    harness.add(range(100, 112), max_tokens=2)  # 3 blocks: more than will be left
+    harness = harness_of(9, max_num_batched_tokens=10, long_prefill_token_threshold=8)
+    harness.add(range(32), max_tokens=2)  # 8 blocks, in steps of 8 tokens while others wait
+    harness.add(range(100, 108), max_tokens=2)  # 2 blocks: more than will be left
     harness.add(range(200, 204), max_tokens=2)  # first come, first served: it does not pass
-    for _ in range(2):
-        assert list(harness.scheduled()) == ["0"]
+    for _ in range(4):
+        assert harness.scheduled() == {"0": 8}
         harness.update()
     harness.run()
     assert harness.num_preemptions == 0
+
+
+def test_of_two_requests_that_need_the_last_block_the_more_important_gets_it() -> None:
+    harness = harness_of(3, policy="priority")
+    harness.add(range(3), "low", priority=1, max_tokens=4)
+    harness.step()
+    harness.add(range(100, 104), "high", priority=0, max_tokens=3)
+    harness.add(range(200, 204), "aborted", priority=2, max_tokens=3)
+    harness.step()  # 4 tokens each: all blocks are full
+    harness.abort("aborted")
+    assert list(harness.scheduled()) == ["high"]
+    assert waiting(harness) == set()  # "low" keeps its block and waits for one more
+    harness.update()
+    harness.run()
+    assert harness.num_preemptions == 0
+
+
+def test_of_two_prompts_being_computed_the_more_important_has_the_budget_first() -> None:
+    harness = Harness(policy="priority", max_num_seqs=2, max_num_batched_tokens=6, long_prefill_token_threshold=4,
+                      max_long_partial_prefills=2)  # fmt: skip
+    harness.add(range(50), "low", priority=1, max_tokens=2)
+    harness.step()
+    harness.add(range(100, 150), "high", priority=0, max_tokens=2)
+    assert harness.scheduled() == {"low": 4, "high": 2}
+    harness.update()
+    assert harness.scheduled() == {"high": 4, "low": 2}
+    harness.update()
+    harness.run()

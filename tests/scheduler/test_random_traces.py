@@ -100,7 +100,7 @@ def add(harness: Harness, request: dict[str, Any]) -> None:
     """Add, or see that the refusal is right."""
     prompt_len = len(request["prompt"])
     scheduler, config = harness.scheduler, harness.config
-    too_long = prompt_len >= config.max_model_len or prompt_len > scheduler._pool_tokens
+    too_long = prompt_len >= config.max_model_len or prompt_len > scheduler._limits.pool_tokens
     try:
         harness.add(**request)
     except (RequestRefusedError, QueueFullError) as caught:

@@ -88,19 +88,31 @@ def test_a_preempted_request_keeps_the_token_it_had_in_flight() -> None:
 
 
 def test_a_preempted_request_starts_again_only_with_all_its_tokens() -> None:
-    harness = async_harness(3, num_blocks=1 + 6, block_size=4, caching=False, max_num_seqs=3)
-    harness.scheduler.headroom_blocks = 0
+    harness = async_harness(3, caching=False)
+    scheduler = harness.scheduler
     harness.add(range(7), "first", max_tokens=9)
     harness.add(range(100, 107), "second", max_tokens=9)
     harness.schedule()
     harness.schedule()
-    scheduler = harness.scheduler
     scheduler._preempt(StepPlan(scheduler._step + 1, 64), scheduler._requests["second"])
-    # Two of the six blocks are free: enough for the tokens of "second" that are known, but two are on their way.
+    assert "second" not in harness.scheduled()  # there is room, but two of its tokens are on their way
+    harness.update()
     assert "second" not in harness.scheduled()
     harness.update()
-    harness.update()
-    assert len(harness.sent["second"].tokens) == 2
+    assert harness.scheduled()["second"] == 9
+    harness.run()
+
+
+def test_no_more_requests_are_preempted_than_give_enough_blocks_once_steps_are_back() -> None:
+    harness = async_harness(num_blocks=1 + 6, block_size=4, caching=False)
+    harness.scheduler.headroom_blocks = 0
+    for start in (0, 100, 200):
+        harness.add(range(start, start + 7 - start // 200), max_tokens=8)
+    harness.schedule()
+    harness.schedule()  # the first two have filled their blocks
+    harness.schedule()
+    assert harness.scheduler._running[-1].request_id == "1"
+    assert [request.request_id for request in harness.scheduler._running] == ["0", "1"]
     harness.run()
 
 
@@ -137,12 +149,20 @@ def test_a_pipeline_serves_everyone_even_if_it_is_never_filled() -> None:
     harness.check_results()
 
 
-def test_a_batch_of_the_pipeline_is_not_left_empty_because_one_waits_for_blocks() -> None:
-    harness = Harness(depth=2, num_blocks=1 + 6, block_size=4, caching=False)
+def test_a_batch_of_the_pipeline_is_not_left_empty_because_its_requests_wait_for_blocks() -> None:
+    harness = Harness(depth=3, num_blocks=1 + 5, block_size=4, caching=False)
     harness.scheduler.headroom_blocks = 0
-    for start, length in ((0, 4), (100, 5), (200, 8)):
-        harness.add(range(start, start + length), max_tokens=9)
-    harness.run()  # Harness fails when work remains and nothing is scheduled
+    for start, length in ((0, 5), (100, 5), (200, 4)):
+        harness.add(range(start, start + length), max_tokens=8)
+    harness.schedule()
+    harness.update()
+    # Each batch is one request. The third, whose turn comes last, needs a block and there is none.
+    for expected in (["0"], ["1"], []):
+        assert list(harness.scheduled()) == expected
+    harness.update()
+    # It is the longest unserved now, yet the batch goes to one that can run.
+    assert list(harness.scheduled()) == ["0"]
+    harness.run()
 
 
 def test_stages_are_told_each_token_once() -> None:

@@ -33,19 +33,23 @@ class _Server(uvicorn.Server):
 
 
 class RunningServer:
-    """A server and the fake engine behind it.
+    """A server and the engine behind it.
 
     Attributes:
         url: Without a path.
-        llm: Steer it from the test's thread; use `call` for what belongs to the server's event loop.
+        llm: The fake engine: steer it from the test's thread; use `call` for what belongs to the server's event loop.
     """
 
-    def __init__(self, url: str, llm: FakeLLM, model: ServedModel, app: Any, server: _Server) -> None:
+    def __init__(self, url: str, model: ServedModel, app: Any, server: _Server) -> None:
         self.url = url
-        self.llm = llm
         self.model = model
         self.app = app
         self._server = server
+
+    @property
+    def llm(self) -> FakeLLM:
+        assert isinstance(self.model.llm, FakeLLM)
+        return self.model.llm
 
     def call(self, function: Callable[[], Any]) -> Any:
         """Run `function` on the server's event loop."""
@@ -82,6 +86,13 @@ def running(tokenizer: Any, settings: ServerSettings | None = None, **options: A
     names = options.pop("names", [MODEL, ALIAS])
     options = {"max_model_len": MAX_MODEL_LEN, "root": "models/smollm2", "cache_config": {"block_size": 16}, **options}
     model = ServedModel.build(names, llm, tokenizer, settings=settings, **options)
+    with serving(model, settings) as server:
+        yield server
+
+
+@contextmanager
+def serving(model: ServedModel, settings: ServerSettings | None = None) -> Iterator[RunningServer]:
+    """A server over any engine."""
     app = create_app([model], settings)
     listener = socket.create_server(("127.0.0.1", 0))
     server = _Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2))
@@ -89,7 +100,7 @@ def running(tokenizer: Any, settings: ServerSettings | None = None, **options: A
     thread.start()
     try:
         assert server.ready.wait(STARTUP_TIMEOUT_S)
-        yield RunningServer(f"http://127.0.0.1:{listener.getsockname()[1]}", llm, model, app, server)
+        yield RunningServer(f"http://127.0.0.1:{listener.getsockname()[1]}", model, app, server)
     finally:
         server.should_exit = True
         thread.join(STARTUP_TIMEOUT_S)

@@ -108,6 +108,7 @@ BAD_COMPLETION_FIELDS = [
     ({"prompt": [-1]}, "prompt", "0 to 49151, got -1"),
     ({"prompt": [49152]}, "prompt", "got 49152"),
     ({"prompt": ["a"] * 1025}, "prompt", "at most 1024"),
+    ({"prompt": ["a"] * 1024, "n": 5}, "n", "at most 4096, got 5 x 1024"),
     ({"prompt": [5] * (MAX_MODEL_LEN + 1)}, "input_tokens", "This model's maximum context length is 512 tokens."),
     ({"prompt": [5] * MAX_MODEL_LEN}, "input_tokens", "output tokens (at least 1) is longer"),
     ({"prompt": "word " * 600}, "input_tokens", "This model's maximum context length is 512 tokens."),

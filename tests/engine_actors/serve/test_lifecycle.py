@@ -149,7 +149,7 @@ def test_status_shows_requests_and_figures(server: RunningServer, http: httpx.Cl
 def test_status_page_is_html_that_asks_for_the_figures(http: httpx.Client) -> None:
     page = http.get("/")
     assert page.headers["content-type"] == "text/html; charset=utf-8"
-    assert 'fetch("status"' in page.text
+    assert "fetch(STATUS_URL" in page.text
 
 
 def test_silent_streams_are_kept_alive(tokenizer: Any) -> None:

@@ -1,0 +1,88 @@
+"""Sampling parameters against the model: vocabulary, limits, and bad words as tokens. Used by `InputProcessor`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from engine_actors.errors import InvalidRequestError
+from scheduler.sampling_params import MAX_BAD_WORDS, SamplingParams
+
+
+class ParamsChecker:
+    """Checks of one engine.
+
+    Args:
+        tokenizer: A transformers tokenizer; None when the engine works on token ids alone.
+        max_logprobs: See EngineConfig.
+    """
+
+    def __init__(self, vocab_size: int, tokenizer: Any | None, max_logprobs: int) -> None:
+        self._vocab_size = vocab_size
+        self._tokenizer = tokenizer
+        self._max_logprobs = vocab_size if max_logprobs == -1 else min(max_logprobs, vocab_size)
+
+    def check(self, params: SamplingParams, *, limit_logprobs: bool = True) -> None:
+        """Check `params`, and fill in `bad_words_token_ids`.
+
+        Args:
+            limit_logprobs: max_logprobs holds for this request.
+
+        Raises:
+            InvalidRequestError: It names the field, the value and what is allowed.
+        """
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
+        self._check_ids("logit_bias", params.logit_bias or ())
+        for sequence in params.bad_words_token_ids:
+            self._check_ids("bad_words_token_ids", sequence)
+        if params.stop and self._tokenizer is None:
+            raise InvalidRequestError("stop strings need a tokenizer, but skip_tokenizer_init is set", "stop")
+        for field in ("logprobs", "prompt_logprobs"):
+            self._check_logprobs(field, getattr(params, field), limit_logprobs)
+        if params.bad_words:
+            params.bad_words_token_ids = self._tokenize_bad_words(params)
+        if params.allowed_token_ids is not None:
+            self._check_something_allowed(params, params.allowed_token_ids)
+
+    def _check_ids(self, field: str, token_ids: Iterable[int]) -> None:
+        for token_id in token_ids:
+            if token_id >= self._vocab_size:
+                raise InvalidRequestError(
+                    f"{field} has {token_id}; the model's vocabulary is 0 to {self._vocab_size - 1}", field
+                )
+
+    def _check_logprobs(self, field: str, value: int | None, limited: bool) -> None:
+        if value is None:
+            return
+        most = self._max_logprobs if limited else self._vocab_size
+        if (self._vocab_size if value == -1 else value) > most:
+            allowed = f"0 to {most}" + (", or -1 for all" if most == self._vocab_size else " (max_logprobs)")
+            raise InvalidRequestError(f"{field} must be {allowed}; got {value}", field)
+
+    def _tokenize_bad_words(self, params: SamplingParams) -> list[list[int]]:
+        """The sequences given as tokens, and each word with and without a space before it."""
+        if self._tokenizer is None:
+            raise InvalidRequestError("bad_words need a tokenizer, but skip_tokenizer_init is set", "bad_words")
+        sequences = {tuple(sequence): None for sequence in params.bad_words_token_ids}
+        for word in params.bad_words:
+            for text in (word.lstrip(), " " + word.lstrip()):
+                ids = self._tokenizer.encode(text, add_special_tokens=False)
+                if not ids:
+                    raise InvalidRequestError(f"bad_words has {word!r}, which has no tokens", "bad_words")
+                sequences[tuple(ids)] = None
+        if len(sequences) > MAX_BAD_WORDS:
+            raise InvalidRequestError(
+                f"bad_words must be at most {MAX_BAD_WORDS} token sequences, with and without a space before; "
+                f"got {len(sequences)}",
+                "bad_words",
+            )
+        return [list(sequence) for sequence in sequences]
+
+    @staticmethod
+    def _check_something_allowed(params: SamplingParams, allowed: list[int]) -> None:
+        forbidden = {sequence[0] for sequence in params.bad_words_token_ids if len(sequence) == 1}
+        if forbidden.issuperset(allowed):
+            raise InvalidRequestError(
+                f"allowed_token_ids {allowed!r} are all bad_words: no token is left", "allowed_token_ids"
+            )
