@@ -94,6 +94,7 @@ class InputBatch:
     Attributes:
         num_tokens: int64 [max_num_seqs], known tokens (prompt + generated); 0 marks an unknown row.
         num_prompt_tokens, num_computed_tokens: int64 [max_num_seqs].
+        request_ids: Of the request that owns, or last owned, each row.
         sampling: Sampling parameters of the rows.
         logits: What changes the rows' logits before the draw.
     """
@@ -119,6 +120,7 @@ class InputBatch:
         self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_computed_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self.request_ids = [""] * max_num_seqs
         self.block_tables = [BlockTable(max_num_seqs, max_model_len, size) for size in block_sizes]
         self.sampling = SamplingState(max_num_seqs)
         self.logits = LogitsPipeline(
@@ -184,6 +186,10 @@ class InputBatch:
             sample_indices=self._to_device(query_start_loc[1:][step.samples].astype(np.int64) - 1),
         )
 
+    def is_plain_greedy(self, rows: np.ndarray) -> bool:
+        """Whether the likeliest token of each of these rows, by unchanged logits, is all that is asked for."""
+        return self.sampling.is_greedy(rows) and not self.logits.is_used(rows)
+
     def advance(self, step: StepRows) -> None:
         """The step's tokens are computed."""
         self.num_computed_tokens[step.rows] += step.num_scheduled
@@ -213,6 +219,7 @@ class InputBatch:
             )
         self.token_ids[row, : len(token_ids)] = token_ids
         self.num_tokens[row] = len(token_ids)
+        self.request_ids[row] = request.request_id
         self.num_prompt_tokens[row] = request.num_prompt_tokens
         self.num_computed_tokens[row] = request.num_computed_tokens
         for table, block_ids in zip(self.block_tables, request.block_ids, strict=True):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from executors.kernels.memory import huge_zeros
 from executors.layers.attention import Attention
 from kv.spec import KVCacheConfig
 
@@ -79,7 +80,7 @@ def allocate_kv_caches(
 ) -> dict[str, torch.Tensor]:
     """Zeroed caches by layer name, in the layers' backend layouts, over the shared allocations of `config.tensors`.
 
-    On CPU zeroed pages take memory only once they are written.
+    On CPU they lie on huge pages, which take memory only once they are written.
 
     Raises:
         ValueError: The config does not cover the layers, or a layer's page is larger than its tensor's.
@@ -88,7 +89,11 @@ def allocate_kv_caches(
     specs = {name: group.spec for group in config.groups for name in group.layer_names}
     caches: dict[str, torch.Tensor] = {}
     for tensor in config.tensors:
-        memory = torch.zeros(config.num_blocks * tensor.page_size_bytes, dtype=torch.uint8, device=device)
+        size = (config.num_blocks * tensor.page_size_bytes,)
+        if device.type == "cpu":
+            memory = huge_zeros(size, torch.uint8)
+        else:
+            memory = torch.zeros(size, dtype=torch.uint8, device=device)
         for name in tensor.layer_names:
             if name not in by_name or name not in specs:
                 raise ValueError(f"KV cache layer {name!r} is not one of this worker's: {sorted(by_name)}")

@@ -9,22 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from executors.attention.base import AttentionMetadata
-from executors.input_batch import InputBatch, InvalidStepError, StepInputs, StepRows
+from executors.input_batch import InputBatch, InvalidStepError, StepInputs
 from executors.logits_processors import LogitsProcessor, apply_grammar_bitmask
 from executors.parallel_state import ParallelState
 from executors.sampler import sample
+from executors.step_compute import StepCompute, Wanted
 from kv.spec import KVCacheConfig
 from scheduler.config import SchedulerConfig
 from scheduler.output import ModelRunnerOutput, SchedulerOutput
 
-if TYPE_CHECKING:
-    from executors.models.base import CausalLM
+
+class NotANumberError(RuntimeError):
+    """A request's logits are not numbers: its weights or activations overflowed. The text names the request."""
 
 
 @dataclass(slots=True)
@@ -32,7 +33,7 @@ class _PendingSampling:
     """A step whose logits wait for the grammar bitmask."""
 
     step: int
-    rows: StepRows
+    rows: np.ndarray
     logits: torch.Tensor | None
 
 
@@ -41,24 +42,19 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: CausalLM,
+        compute: StepCompute,
         parallel: ParallelState,
         scheduler_config: SchedulerConfig,
         *,
-        hidden_size: int,
-        dtype: torch.dtype,
         device: torch.device,
         logits_processors: Sequence[type[LogitsProcessor]] = (),
     ) -> None:
-        self._model = model
+        self._compute = compute
         self._parallel = parallel
         self._config = scheduler_config
-        self._hidden_size = hidden_size
-        self._dtype = dtype
         self._device = device
         self._logits_processors = logits_processors
         self._batch: InputBatch | None = None
-        self._group_of_layer: list[tuple[str, int]] = []
         self._pending: _PendingSampling | None = None
 
     def set_kv_cache_config(self, config: KVCacheConfig) -> None:
@@ -70,7 +66,7 @@ class ModelRunner:
             self._device,
             self._logits_processors,
         )
-        self._group_of_layer = [(name, i) for i, group in enumerate(config.groups) for name in group.layer_names]
+        self._compute.bind(config)
         self._pending = None
 
     @torch.inference_mode()
@@ -83,20 +79,23 @@ class ModelRunner:
 
         Raises:
             InvalidStepError: The step does not continue what this worker knows.
+            NotANumberError: A greedy row has no largest logit.
         """
         batch = self._require_batch()
         if self._pending is not None:
             raise InvalidStepError(f"step {output.step} came while step {self._pending.step} waits for its bitmask")
         rows = batch.apply(output, append_known_tokens=not self._parallel.is_last_stage)
         inputs = batch.prepare(rows)
-        hidden_states = self._forward(inputs)
+        sampling_rows = rows.rows[rows.samples]
+        greedy = not output.has_structured_output and batch.is_plain_greedy(sampling_rows)
+        self._compute.forward(inputs, Wanted.GREEDY if greedy else Wanted.LOGITS)
         batch.advance(rows)
         if not self._parallel.is_last_stage:
             return None
-        logits = None
-        if len(inputs.sample_indices):
-            logits = self._model.compute_logits(hidden_states[inputs.sample_indices])
-        self._pending = _PendingSampling(output.step, rows, logits)
+        if greedy and len(sampling_rows):
+            return self._finish(output.step, sampling_rows, self._compute.greedy_tokens())
+        logits = self._compute.sampled_logits() if len(sampling_rows) else None
+        self._pending = _PendingSampling(output.step, sampling_rows, logits)
         return None if output.has_structured_output else self._sample(None)
 
     @torch.inference_mode()
@@ -117,27 +116,21 @@ class ModelRunner:
         if pending.logits is None:
             return ModelRunnerOutput(pending.step)
         batch, logits = self._require_batch(), pending.logits
-        rows = pending.rows.rows[pending.rows.samples]
+        rows = pending.rows
         positions = batch.num_tokens[rows]
         logits = batch.logits.apply(logits, rows)
         if grammar_bitmask is not None:
             apply_grammar_bitmask(logits, grammar_bitmask)
         tokens = sample(logits, batch.sampling.columns(rows, positions, self._device))
-        token_ids = tokens.cpu().numpy().astype("<i4")
-        batch.append_tokens(rows, token_ids)
-        return ModelRunnerOutput(pending.step, token_ids.tobytes())
+        return self._finish(pending.step, rows, tokens)
 
-    def _forward(self, inputs: StepInputs) -> torch.Tensor:
-        """Hidden states [num_tokens, hidden_size] of this stage; sent on unless it is the last."""
-        received = None
-        if not self._parallel.is_first_stage:
-            shape = (len(inputs.input_ids), self._hidden_size)
-            received = self._parallel.recv_hidden_states(shape, self._dtype, self._device)
-        metadata = {name: inputs.metadata[group] for name, group in self._group_of_layer}
-        hidden_states = self._model.forward(inputs.input_ids, inputs.positions, metadata, received)
-        if not self._parallel.is_last_stage:
-            self._parallel.send_hidden_states(hidden_states)
-        return hidden_states
+    def _finish(self, step: int, rows: np.ndarray, tokens: torch.Tensor) -> ModelRunnerOutput:
+        batch, token_ids = self._require_batch(), tokens.cpu().numpy().astype("<i4")
+        if token_ids.min() < 0:
+            names = [batch.request_ids[row] for row in rows[token_ids < 0].tolist()]
+            raise NotANumberError(f"the logits of {', '.join(map(repr, names))} are not numbers in step {step}")
+        batch.append_tokens(rows, token_ids)
+        return ModelRunnerOutput(step, token_ids.tobytes())
 
     @torch.inference_mode()
     def dummy_run(self, num_tokens: int, num_reqs: int) -> None:
@@ -178,9 +171,9 @@ class ModelRunner:
             metadata=metadata,
             sample_indices=torch.from_numpy(query_start_loc[1:].astype(np.int64) - 1).to(device),
         )
-        hidden_states = self._forward(inputs)
+        self._compute.forward(inputs, Wanted.LOGITS)
         if self._parallel.is_last_stage:
-            sample(self._model.compute_logits(hidden_states[inputs.sample_indices]), None)
+            sample(self._compute.sampled_logits(), None)
 
     def _require_batch(self) -> InputBatch:
         if self._batch is None:

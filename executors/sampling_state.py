@@ -41,6 +41,10 @@ class SamplingState:
         self._truncated[row] = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
         self._seeds[row] = params.seed or 0
 
+    def is_greedy(self, rows: np.ndarray) -> bool:
+        """Whether all these rows take their likeliest token."""
+        return bool(self._greedy[rows].all())
+
     def columns(self, rows: np.ndarray, positions: np.ndarray, device: torch.device) -> SamplingColumns | None:
         """What `sampler.sample` needs for logits whose row i is `rows[i]`'s; None when all are greedy.
 

@@ -15,6 +15,9 @@ import msgspec
 import torch
 
 from executors.config import ModelConfig, ParallelConfig
+from executors.kernels.choice import ComputeChoice, choose_compute
+from executors.kernels.step import NativeCompute
+from executors.kernels.threads import cpus_of_worker
 from executors.loader import load_model
 from executors.logits_pipeline import load_logits_processor
 from executors.memory import allocate_kv_caches, default_cpu_kv_bytes
@@ -22,6 +25,7 @@ from executors.model_config import ResolvedModelConfig, resolve_model_config
 from executors.model_runner import ModelRunner
 from executors.models.base import CausalLM
 from executors.parallel_state import ParallelState
+from executors.step_compute import StepCompute, TorchCompute
 from kv.config import CacheConfig
 from kv.spec import KVCacheConfig, KVCacheGroup, KVCacheSpec, KVCacheTensor
 from scheduler.config import SchedulerConfig
@@ -76,6 +80,8 @@ class Worker:
         self._cache_config = cache_config
         self._scheduler_config = scheduler_config
         self._parallel_config = parallel_config
+        self._num_threads = torch.get_num_threads()
+        self._compute_name = ""
         self._init_device()
         if isinstance(model_config, ModelConfig):
             model_config = resolve_model_config(model_config, self.device.type)
@@ -101,15 +107,51 @@ class Worker:
             WeightLoadError: The checkpoint lacks, repeats or misshapes a tensor.
             ValueError: A logits processor cannot be imported.
         """
-        self._model = load_model(self.model_config, self.parallel, self.device)
+        choice = choose_compute(
+            self.model_config,
+            self.parallel,
+            self.device,
+            block_size=self._cache_config.block_size,
+            cache_dtype=self._cache_dtype,
+        )
+        self._model = load_model(
+            self.model_config,
+            self.parallel,
+            self.device,
+            attention_backend=choice.attention_backend,
+            linear_method=choice.linear_method,
+            ops=choice.ops,
+        )
         self._runner = ModelRunner(
-            self._model,
+            self._make_compute(choice),
             self.parallel,
             self._scheduler_config,
+            device=self.device,
+            logits_processors=[load_logits_processor(n) for n in self.model_config.model_config.logits_processors],
+        )
+
+    def _make_compute(self, choice: ComputeChoice) -> StepCompute:
+        """Also gives the worker's threads to whoever computes."""
+        self._compute_name = str(choice)
+        logger.info("rank %d computes with %s, %d threads", self.rank, choice, self._num_threads)
+        if choice.kernels is not None:
+            cpus = cpus_of_worker(self._num_threads, self.local_rank, self._num_workers_on_node, usable_cpus())
+            choice.kernels.set_num_threads(self._num_threads, cpus)
+            # What torch still does is small, and its threads would spin on the processors of the pool's.
+            torch.set_num_threads(1)
+            if choice.whole_steps:
+                return NativeCompute(
+                    choice.kernels,
+                    self.model,
+                    max_num_tokens=self._scheduler_config.max_num_batched_tokens,
+                    max_num_samples=self._scheduler_config.max_num_seqs,
+                )
+        return TorchCompute(
+            self.model,
+            self.parallel,
             hidden_size=self.model_config.hidden_size,
             dtype=self.model_config.dtype,
             device=self.device,
-            logits_processors=[load_logits_processor(n) for n in self.model_config.model_config.logits_processors],
         )
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
@@ -172,7 +214,8 @@ class Worker:
             "pp_rank": self.parallel.pp_rank,
             "device": str(self.device),
             "dtype": str(self.model_config.dtype).removeprefix("torch."),
-            "num_threads": torch.get_num_threads(),
+            "compute": self._compute_name,
+            "num_threads": self._num_threads,
             "pid": os.getpid(),
             "host": platform.node(),
         }
@@ -205,7 +248,8 @@ class Worker:
             return
         # Not left to OMP_NUM_THREADS: Ray sets it to the CPUs an actor reserves, which say nothing about the machine.
         num_threads = self._parallel_config.torch_num_threads
-        torch.set_num_threads(num_threads or max(1, usable_cpus() // self._num_workers_on_node))
+        self._num_threads = num_threads or max(1, usable_cpus() // self._num_workers_on_node)
+        torch.set_num_threads(self._num_threads)
 
     def _profiled_cuda_bytes(self) -> int:
         config = self._scheduler_config

@@ -103,3 +103,11 @@ register_backend(
     priority=10,
     unusable=_triton_unusable,
 )
+
+# Where it is the best, `executors.kernels.choice` takes it: that depends on the dtype too.
+register_backend(
+    "native",
+    "executors.attention.native_backend:NativeAttentionBackend",
+    device_types=("cpu",),
+    priority=-1,
+)

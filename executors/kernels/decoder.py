@@ -10,29 +10,41 @@ from executors.kernels.memory import HugePageArena
 from executors.kernels.packed import PackedWeight
 from executors.kernels.program import ACTIVATIONS, Decoder, DecoderLayer
 from executors.layers.norm import RMSNorm
+from executors.layers.partition import shard_balanced
 from executors.models.decoder import DecoderLayer as TorchLayer
 from executors.models.decoder import DecoderLM
+from executors.models.spec import DecoderSpec
 
 
 def reason_against(model: DecoderLM) -> str | None:
     """Why a program cannot stand for this model, or None when it can."""
-    spec = model.spec
     dtype = next(model.parameters()).dtype
     if dtype != torch.bfloat16:
         return f"its dtype is {dtype}, not bfloat16"
     if not (model.is_first_stage and model.is_last_stage):
         return "it is divided into pipeline stages"
+    return reason_against_shape(model.spec)
+
+
+def reason_against_shape(spec: DecoderSpec, tp_size: int = 1) -> str | None:
+    """Why the kernels cannot compute the layers of such a model, divided over `tp_size` ranks; None when they can."""
     if spec.activation not in ACTIVATIONS:
         return f"its activation {spec.activation!r} is none of {tuple(ACTIVATIONS)}"
     if spec.head_size % 16:
         return f"its head_size {spec.head_size} is not a multiple of 16"
-    if spec.hidden_size % 2 or spec.intermediate_size % 2:
-        return f"hidden_size {spec.hidden_size} or intermediate_size {spec.intermediate_size} is odd"
+    if spec.hidden_size % 2:
+        return f"its hidden_size {spec.hidden_size} is odd"
+    if shard_balanced(spec.intermediate_size, 0, tp_size).size % 2:
+        return f"its intermediate_size {spec.intermediate_size} over {tp_size} ranks is odd"
     return None
 
 
-def decoder_of(model: DecoderLM, kernels: NativeKernels) -> Decoder:
-    """Pack the weights of `model`, in the order of their use. The model keeps its own; the caller drops them.
+def decoder_of(model: DecoderLM, kernels: NativeKernels, *, release: bool = False) -> Decoder:
+    """Pack the weights of `model`, in the order of their use.
+
+    Args:
+        release: Drop each matrix of the model as soon as it is packed, so that no second copy of the weights exists at
+            any time; only `attention_layers` of the model can be used afterwards.
 
     Raises:
         ValueError: `reason_against(model)`.
@@ -44,12 +56,23 @@ def decoder_of(model: DecoderLM, kernels: NativeKernels) -> Decoder:
     tables = {name: torch.cat([rope.cos, rope.sin], dim=1).float().contiguous() for name, rope in model.ropes.items()}
     if model.embed_tokens is None:
         raise RuntimeError("a first stage has an embedding")
-    layers = [_pack_layer(kernels, arena, layer, tables) for layer in model.layers]
+    layers = []
+    for layer in model.layers:
+        layers.append(_pack_layer(kernels, arena, layer, tables))
+        if release:
+            attention, mlp = layer.self_attn, layer.mlp
+            for linear in (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj):
+                drop_weight(linear)
     head = PackedWeight(kernels, model.lm_head.weight[: spec.vocab_size], arena=arena)
     tied = model.lm_head.weight is model.embed_tokens.weight
+    if release:
+        drop_weight(model.lm_head)
+    embedding = head if tied else PackedWeight(kernels, model.embed_tokens.weight[: spec.vocab_size], arena=arena)
+    if release:
+        drop_weight(model.embed_tokens)
     return Decoder(
         layers=layers,
-        embedding=head if tied else PackedWeight(kernels, model.embed_tokens.weight[: spec.vocab_size], arena=arena),
+        embedding=embedding,
         head=head,
         final_norm=_norm_weight(model.norm),
         eps=spec.rms_norm_eps,
@@ -58,6 +81,11 @@ def decoder_of(model: DecoderLM, kernels: NativeKernels) -> Decoder:
         embedding_scale=1.0 if spec.embedding_scale is None else spec.embedding_scale,
         logits_soft_cap=spec.final_soft_cap,
     )
+
+
+def drop_weight(module: torch.nn.Module) -> None:
+    """Leave an empty matrix in place of `module.weight`, of its dtype."""
+    module.weight = torch.nn.Parameter(module.weight.new_empty(0), requires_grad=False)
 
 
 def _pack_layer(

@@ -103,7 +103,7 @@ class DecoderProgram:
 
     Args:
         max_num_tokens: Most tokens of one step.
-        max_num_samples: Most rows whose logits are wanted in one step.
+        max_num_samples: Most rows whose logits or greedy tokens are wanted in one step.
     """
 
     def __init__(self, kernels: NativeKernels, decoder: Decoder, *, max_num_tokens: int, max_num_samples: int) -> None:
@@ -120,7 +120,7 @@ class DecoderProgram:
         self._qkv = _Buffer(max_num_tokens, widest_qkv)
         self._attended = _Buffer(max_num_tokens, widest_q)
         self._mlp = _Buffer(max_num_tokens, widest_mlp)
-        self._sampled = _Buffer(max_num_samples, hidden)
+        self._sampled = _Buffer(max_num_tokens, hidden)
         self._greedy = torch.zeros(max_num_samples, dtype=torch.int64)
         self._logits: torch.Tensor | None = None
         self._ops: list[abi.Op] = []
@@ -162,7 +162,8 @@ class DecoderProgram:
         Args:
             input_ids, positions: int64 [num_tokens].
             metadata: By group name.
-            sample_rows: int64 [num_samples], ascending rows of the batch whose logits are wanted.
+            sample_rows: int64 [num_samples], ascending rows of the batch that leave the last layer. With neither
+                greedy tokens nor logits wanted there may be max_num_tokens of them (for `hidden_states`).
             profile: int64 [num_ops]; nanoseconds of each operation are added (thread 0, waiting included).
 
         Returns:
@@ -172,9 +173,10 @@ class DecoderProgram:
         num_tokens, num_samples = len(input_ids), len(sample_rows)
         if self._handle is None:
             raise RuntimeError("bind() must come before run()")
-        if num_tokens > self.max_num_tokens or num_samples > self.max_num_samples:
+        max_rows = self.max_num_samples if want_greedy or want_logits else self.max_num_tokens
+        if num_tokens > self.max_num_tokens or num_samples > max_rows:
             raise ValueError(
-                f"a step may have {self.max_num_tokens} tokens and {self.max_num_samples} samples, "
+                f"a step may have {self.max_num_tokens} tokens and {max_rows} samples, "
                 f"got {num_tokens} and {num_samples}"
             )
         if want_logits and self._logits is None:
@@ -200,7 +202,7 @@ class DecoderProgram:
         ] if want_logits and self._logits is not None else None
 
     def hidden_states(self, num_samples: int) -> torch.Tensor:
-        """Normalised hidden states of the last step's sampled rows: bfloat16 [num_samples, hidden], a view."""
+        """Normalised hidden states of the last step's `sample_rows`: bfloat16 [num_samples, hidden], a view."""
         return self._normed.view(num_samples)
 
     def _close(self) -> None:

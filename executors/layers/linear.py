@@ -65,6 +65,24 @@ class ColumnParallelLinear(nn.Module):
         return self._method.apply(self, x, self.bias)
 
 
+class GatedLinear(ColumnParallelLinear):
+    """activation(gate(x)) × up(x): x [n, in] → this rank's features [n, shard size]."""
+
+    def __init__(
+        self, context: LayerContext, in_features: int, gate: OutputPart, up: OutputPart, *, activation: str, bias: bool
+    ) -> None:
+        """
+        Args:
+            activation: One of `ops.GATED_ACTIVATIONS`.
+        """
+        super().__init__(context, in_features, [gate, up], bias=bias)
+        self.activation = activation
+        self.ops = context.ops
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._method.apply_gated(self, x, self.bias)
+
+
 class RowParallelLinear(nn.Module):
     """x [n, shard.size], this rank's input features → [n, out], summed over the TP ranks."""
 

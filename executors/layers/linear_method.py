@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+if TYPE_CHECKING:
+    from executors.layers.linear import GatedLinear
 
 
 class LinearMethod(ABC):
@@ -23,6 +27,10 @@ class LinearMethod(ABC):
     @abstractmethod
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """[n, in] → [n, out], `bias` added if given."""
+
+    def apply_gated(self, layer: GatedLinear, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """[n, in] → [n, out / 2]: activation(first half of the outputs) × second half."""
+        return layer.ops.gated_activation(self.apply(layer, x, bias), layer.activation)
 
 
 class TorchLinearMethod(LinearMethod):

@@ -11,7 +11,7 @@ from executors.attention.base import AttentionMetadata, AttentionParams
 from executors.layers.attention import Attention
 from executors.layers.context import LayerContext
 from executors.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from executors.layers.linear import ColumnParallelLinear, OutputPart, RowParallelLinear
+from executors.layers.linear import ColumnParallelLinear, GatedLinear, OutputPart, RowParallelLinear
 from executors.layers.norm import RMSNorm
 from executors.layers.partition import layers_of_stage, shard_balanced, shard_heads
 from executors.layers.rotary import RotaryTable
@@ -89,20 +89,20 @@ class GatedMLP(nn.Module):
     def __init__(self, context: LayerContext, spec: DecoderSpec, name: str) -> None:
         super().__init__()
         shard = shard_balanced(spec.intermediate_size, context.parallel.tp_rank, context.parallel.tp_size)
-        self.gate_up_proj = ColumnParallelLinear(
+        self.gate_up_proj = GatedLinear(
             context,
             spec.hidden_size,
-            [OutputPart(f"{name}.{part}", spec.intermediate_size, shard) for part in ("gate_proj", "up_proj")],
+            OutputPart(f"{name}.gate_proj", spec.intermediate_size, shard),
+            OutputPart(f"{name}.up_proj", spec.intermediate_size, shard),
+            activation=spec.activation,
             bias=spec.mlp_bias,
         )
         self.down_proj = RowParallelLinear(
             context, f"{name}.down_proj", spec.intermediate_size, shard, spec.hidden_size, bias=spec.mlp_bias
         )
-        self.activation = spec.activation
-        self._ops = context.ops
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self._ops.gated_activation(self.gate_up_proj(x), self.activation))
+        return self.down_proj(self.gate_up_proj(x))
 
 
 class DecoderLayer(nn.Module):

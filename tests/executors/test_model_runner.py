@@ -10,6 +10,7 @@ import torch
 from executors.input_batch import InvalidStepError
 from executors.model_runner import ModelRunner
 from executors.parallel_state import ParallelState
+from executors.step_compute import TorchCompute
 from kv.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from scheduler.config import SchedulerConfig
 from scheduler.output import NewRequestData, SchedulerOutput, pack_int32, unpack_int32
@@ -54,9 +55,9 @@ class FakeParallel(ParallelState):
 
 def make_runner(parallel: ParallelState) -> tuple[ModelRunner, FakeModel]:
     model = FakeModel()
-    runner = ModelRunner(
-        model, parallel, CONFIG, hidden_size=HIDDEN, dtype=torch.float32, device=torch.device("cpu")  # type: ignore[arg-type]
-    )  # fmt: skip
+    cpu = torch.device("cpu")
+    compute = TorchCompute(model, parallel, hidden_size=HIDDEN, dtype=torch.float32, device=cpu)  # type: ignore[arg-type]
+    runner = ModelRunner(compute, parallel, CONFIG, device=cpu)
     runner.set_kv_cache_config(KV)
     return runner, model
 
