@@ -1,0 +1,254 @@
+"""bfloat16 on the CPU through an executor: the kernels are used, and a request's bits do not depend on its company."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PretrainedConfig, Qwen3Config
+
+from executors.base import ExecutorFailedError
+from executors.config import ModelConfig, ParallelConfig
+from executors.kernels.build import KernelBuildError
+from executors.kernels.library import NativeKernels
+from executors.kernels.threads import cpus_of_worker
+from executors.logits_processors import LogitsProcessor
+from executors.uniproc import UniProcExecutor
+from kv.config import CacheConfig
+from scheduler.config import SchedulerConfig
+from scheduler.output import NewRequestData
+from scheduler.sampling_params import SamplingParams
+from tests.executors.step_driver import GREEDY, Request, StepDriver
+
+CACHE = CacheConfig(block_size=16, num_gpu_blocks_override=200)
+SCHEDULER = SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=512, max_model_len=256)
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 260,
+    "max_position_embeddings": 256, "initializer_range": 0.1,
+}  # fmt: skip
+FAMILIES: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**SIZES, num_hidden_layers=3),
+    "qwen3": Qwen3Config(**SIZES, num_hidden_layers=2, head_dim=32, tie_word_embeddings=True),
+    "gemma3": Gemma3TextConfig(
+        **SIZES, num_hidden_layers=6, head_dim=16, sliding_window=20,
+        layer_types=["sliding_attention"] * 2 + ["full_attention"] + ["sliding_attention"] * 2 + ["full_attention"],
+    ),
+}  # fmt: skip
+PROMPTS = [[(7 * i + 31 * n) % 250 + 3 for i in range(n)] for n in (1, 7, 16, 40, 100)]
+NUM_TOKENS = 12
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _kernels() -> Iterator[None]:
+    try:
+        kernels = NativeKernels()
+    except KernelBuildError as error:
+        pytest.skip(str(error))
+    yield
+    kernels.set_num_threads(1)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_random(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_random("llama", tmp_path_factory.mktemp("llama"))
+
+
+def save_random(family: str, directory: Path) -> Path:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(FAMILIES[family], dtype=torch.bfloat16).save_pretrained(directory)
+    return directory
+
+
+def make_executor(model: Path, *, cache: CacheConfig = CACHE, threads: int = 2, **settings: object) -> UniProcExecutor:
+    return UniProcExecutor(
+        ModelConfig(model=str(model), **{"dtype": "bfloat16", **settings}),  # type: ignore[arg-type]
+        cache,
+        SCHEDULER,
+        ParallelConfig(distributed_executor_backend="uni", device="cpu", torch_num_threads=threads),
+    )
+
+
+def compute_of(executor: UniProcExecutor) -> str:
+    return str(executor.collective_rpc("describe")[0]["compute"])
+
+
+class Recorder(LogitsProcessor):
+    """Keeps every row of logits, by the tokens before it."""
+
+    seen: ClassVar[dict[tuple[int, ...], np.ndarray]] = {}
+
+    def set_row(self, row: int, request: NewRequestData) -> bool:
+        return bool((request.sampling_params.extra_args or {}).get("record"))
+
+    def apply(self, logits: torch.Tensor, rows: np.ndarray, indices: np.ndarray) -> None:
+        for row, index in zip(rows.tolist(), indices.tolist(), strict=True):
+            context = tuple(self.batch.token_ids[row, : self.batch.num_tokens[row]].tolist())
+            bits = logits[index].numpy().copy()
+            assert np.array_equal(self.seen.setdefault(context, bits), bits)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_logits_have_the_same_bits_alone_in_a_batch_chunked_resumed_and_behind_a_prefix(
+    model_dir: Path, eager: bool
+) -> None:
+    """`Recorder` compares the logits of equal contexts, whichever way they came about."""
+    name = f"{Recorder.__module__}.{Recorder.__qualname__}"
+    executor = make_executor(model_dir, enforce_eager=eager, logits_processors=[name])
+    try:
+        expected = "layer by layer" if eager else "whole steps"
+        assert expected in compute_of(executor)
+        Recorder.seen.clear()
+        recorded = SamplingParams(temperature=0, extra_args={"record": True})
+        driver = StepDriver(executor, CACHE, SCHEDULER)
+        tokens = driver.generate(PROMPTS, NUM_TOKENS, recorded)
+        count = len(Recorder.seen)
+        assert count == len(PROMPTS) * NUM_TOKENS
+        assert driver.generate(PROMPTS, NUM_TOKENS, recorded, chunk=9) == tokens
+        # A preempted request comes back with all of its tokens.
+        assert driver.generate([PROMPTS[3] + tokens[3][:5]], NUM_TOKENS - 5, recorded) == [tokens[3][5:]]
+        assert behind_prefix(driver, driver.requests[4], NUM_TOKENS, recorded) == tokens[4]
+        assert [driver.generate([prompt], NUM_TOKENS, recorded)[0] for prompt in PROMPTS[:2]] == tokens[:2]
+        assert len(Recorder.seen) == count
+        # Greedy rows that need no logits take another way to the same tokens.
+        assert driver.generate(PROMPTS[2:4], NUM_TOKENS) == tokens[2:4]
+    finally:
+        executor.shutdown()
+
+
+def behind_prefix(driver: StepDriver, owner: Request, num_tokens: int, params: SamplingParams = GREEDY) -> list[int]:
+    """What `owner`'s prompt generates on top of the full blocks that `owner` filled."""
+    request = driver.add(owner.token_ids[: owner.num_prompt_tokens], params)
+    share_prefix(request, owner, driver.block_size)
+    while len(request.token_ids) - request.num_prompt_tokens < num_tokens:
+        driver.run_step([request])
+    return request.token_ids[request.num_prompt_tokens :]
+
+
+def share_prefix(request: Request, owner: Request, block_size: int) -> None:
+    hit = (request.num_prompt_tokens - 1) // block_size
+    request.blocks = [list(table[:hit]) for table in owner.blocks]
+    request.num_computed = hit * block_size
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_request_may_read_a_prefix_that_another_of_the_same_step_writes(model_dir: Path, eager: bool) -> None:
+    executor = make_executor(model_dir, enforce_eager=eager)
+    try:
+        driver = StepDriver(executor, CACHE, SCHEDULER)
+        prompt, others = PROMPTS[4], [PROMPTS[4][:80] + [5, 6, 7], PROMPTS[4][:66]]
+        expected = [driver.generate([p], 6)[0] for p in (prompt, *others)]
+        writer = driver.add(prompt)
+        # Its blocks, before any step wrote to them; and a reader that comes before it in the batch.
+        num_blocks = -(-len(prompt) // driver.block_size)
+        for table in writer.blocks:
+            table += range(driver.next_block, driver.next_block + num_blocks)
+            driver.next_block += num_blocks
+        readers = [driver.add(p) for p in others]
+        for reader in readers:
+            share_prefix(reader, writer, driver.block_size)
+        batch = [readers[0], writer, readers[1]]
+        for _ in range(6):
+            driver.run_step(batch)
+        generated = [r.token_ids[r.num_prompt_tokens :] for r in (writer, *readers)]
+        assert generated == expected
+    finally:
+        executor.shutdown()
+
+
+def test_layers_one_by_one_have_the_bits_of_whole_steps(model_dir: Path) -> None:
+    tokens = []
+    for eager in (False, True):
+        executor = make_executor(model_dir, enforce_eager=eager)
+        tokens.append(StepDriver(executor, CACHE, SCHEDULER).generate(PROMPTS, NUM_TOKENS))
+        executor.shutdown()
+    assert tokens[0] == tokens[1]
+
+
+def test_window_and_full_layers_come_as_several_groups_through_one_program(tmp_path: Path) -> None:
+    executor = make_executor(save_random("gemma3", tmp_path))
+    try:
+        driver = StepDriver(executor, CACHE, SCHEDULER)
+        assert driver.num_groups == 3
+        tokens = driver.generate(PROMPTS, 30)
+    finally:
+        executor.shutdown()
+    reference = make_executor(tmp_path, attention_backend="torch")
+    try:
+        assert compute_of(reference) == "torch (attention_backend is 'torch')"
+        expected = StepDriver(reference, CACHE, SCHEDULER).generate(PROMPTS, 30)
+    finally:
+        reference.shutdown()
+    # Both round to bfloat16, in places; a near tie may fall either way, and then the texts part.
+    same = [a == b for ours, theirs in zip(tokens, expected, strict=True) for a, b in zip(ours, theirs, strict=True)]
+    assert np.mean(same) > 0.6
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_no_row_major_copy_of_the_weights_is_kept(llama_dir: Path, eager: bool) -> None:
+    executor = make_executor(llama_dir, enforce_eager=eager)
+    try:
+        (sizes,) = executor.collective_rpc(
+            lambda worker: {name: p.numel() for name, p in worker.model.named_parameters() if p.dim() > 1}
+        )
+    finally:
+        executor.shutdown()
+    # The embedding is looked up by row where layers run one by one.
+    assert {name for name, size in sizes.items() if size} == ({"embed_tokens.weight"} if eager else set())
+
+
+def test_what_the_kernels_cannot_do_is_computed_by_torch_and_the_reason_is_logged(
+    llama_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    small_blocks = replace(CACHE, block_size=8)
+    with caplog.at_level(logging.WARNING):
+        executor = make_executor(llama_dir, cache=small_blocks)
+    assert compute_of(executor) == "torch (block_size is 8, the kernels can do 16, 32, 64, 128, 256)"
+    executor.shutdown()
+    assert [r.message for r in caplog.records if "instead of the native CPU kernels" in r.message] == [
+        "Computing with torch instead of the native CPU kernels (slower): block_size is 8, the kernels can do "
+        "16, 32, 64, 128, 256"
+    ]
+    with pytest.raises(ExecutorFailedError, match="attention_backend 'native' cannot be used: block_size is 8"):
+        make_executor(llama_dir, cache=small_blocks, attention_backend="native")
+
+
+def test_float32_stays_with_torch_without_a_word(llama_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        executor = make_executor(llama_dir, dtype="float32")
+    assert compute_of(executor).startswith("torch (dtype is float32")
+    executor.shutdown()
+    assert not [r for r in caplog.records if "native" in r.message]
+
+
+def test_logits_that_are_not_numbers_fail_the_step_and_name_the_request(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(FAMILIES["llama"], dtype=torch.bfloat16)
+    model.model.embed_tokens.weight.data[77] = float("nan")
+    model.save_pretrained(tmp_path)
+    executor = make_executor(tmp_path)
+    try:
+        driver = StepDriver(executor, CACHE, SCHEDULER)
+        requests = [driver.add([5, 6]), driver.add([5, 77])]
+        with pytest.raises(ExecutorFailedError, match="the logits of 'r1' are not numbers in step 1"):
+            driver.run_step(requests)
+    finally:
+        executor.shutdown()
+
+
+def test_threads_are_pinned_only_where_the_workers_have_all_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {4, 5, 6, 7})
+    assert cpus_of_worker(4, 0, 1, usable=4) == [4, 5, 6, 7]
+    assert cpus_of_worker(2, 1, 2, usable=4) == [6, 7]
+    assert cpus_of_worker(1, 0, 1, usable=4) == []
+    assert cpus_of_worker(2, 0, 1, usable=2) == []  # a quota, not an affinity
