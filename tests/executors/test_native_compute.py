@@ -146,7 +146,7 @@ def test_a_request_may_read_a_prefix_that_another_of_the_same_step_writes(model_
     executor = make_executor(model_dir, enforce_eager=eager)
     try:
         driver = StepDriver(executor, CACHE, SCHEDULER)
-        prompt, others = PROMPTS[4], [PROMPTS[4][:80] + [5, 6, 7], PROMPTS[4][:66]]
+        prompt, others = PROMPTS[4], [[*PROMPTS[4][:80], 5, 6, 7], PROMPTS[4][:66]]
         expected = [driver.generate([p], 6)[0] for p in (prompt, *others)]
         writer = driver.add(prompt)
         # Its blocks, before any step wrote to them; and a reader that comes before it in the batch.

@@ -102,6 +102,27 @@ def test_every_layout_gives_the_same_greedy_and_sampled_tokens(
         executor.shutdown()
 
 
+def test_bfloat16_ranks_and_stages_use_the_kernels_and_give_a_prompt_the_same_tokens_in_any_batch(
+    tiny_llama_dir: Path,
+) -> None:
+    cache = CacheConfig(block_size=16, num_gpu_blocks_override=200)
+    tokens = {}
+    for tp, pp in ((1, 1), (2, 1), (1, 2)):
+        config = ParallelConfig(tensor_parallel_size=tp, pipeline_parallel_size=pp, device="cpu", torch_num_threads=1)
+        executor = RayExecutor(ModelConfig(str(tiny_llama_dir), dtype="bfloat16"), cache, SCHEDULER, config)
+        try:
+            names = [d["compute"] for d in executor.collective_rpc("describe")]
+            how = "whole steps" if tp == pp == 1 else "layer by layer"
+            assert all(name.startswith("native kernels") and how in name for name in names)
+            driver = StepDriver(executor, cache, SCHEDULER, known_tokens=True)
+            tokens[tp, pp] = driver.generate(PROMPTS, 12)
+            assert driver.generate([PROMPTS[4]], 12, chunk=7) == [tokens[tp, pp][4]]
+        finally:
+            executor.shutdown()
+    # Stages round where a whole step does; sums over ranks round once more.
+    assert tokens[1, 2] == tokens[1, 1]
+
+
 async def test_steps_calls_and_errors_of_a_healthy_executor(
     tiny_llama_dir: Path, expected: dict[str, list[list[int]]]
 ) -> None:
