@@ -141,9 +141,9 @@ class LLM:
     ) -> list[RequestOutput]:
         params = [
             p.clone(output_kind=RequestOutputKind.FINAL_ONLY) if isinstance(p, SamplingParams) else p
-            for p in broadcast("sampling_params", sampling_params or self.get_default_sampling_params(), len(prompts))
+            for p in broadcast("sampling_params", sampling_params, len(prompts), self.get_default_sampling_params())
         ]
-        priorities = broadcast("priority", priority or 0, len(prompts))
+        priorities = broadcast("priority", priority, len(prompts), 0)
         request_ids = [str(next(self._ids)) for _ in prompts]
         requests = self.llm_engine.input_processor.process_batch(
             request_ids, prompts, params, priorities, add_special_tokens=add_special_tokens
@@ -221,14 +221,14 @@ def as_conversation_list(messages: Any) -> list[Any]:
     return [messages]
 
 
-def broadcast(field: str, values: Any, count: int) -> list[Any]:
-    """One value for each of `count` prompts, from one for all or one for each.
+def broadcast(field: str, values: Any, count: int, default: Any) -> list[Any]:
+    """One value for each of `count` prompts, from one for all, one for each, or None for the default.
 
     Raises:
         InvalidRequestError: A list of another length.
     """
     if not isinstance(values, Sequence) or isinstance(values, str):
-        return [values] * count
+        return [default if values is None else values] * count
     if len(values) != count:
         raise InvalidRequestError(
             f"{field} holds {len(values)} values for {count} prompts; one for each is needed", field
