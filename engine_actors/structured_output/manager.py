@@ -282,7 +282,7 @@ class StructuredOutputManager(GrammarManager):
         if compilation is None or request_id not in compilation.waiting:
             return
         compilation.waiting.discard(request_id)
-        if not compilation.waiting:
+        if not compilation.waiting and not compilation.future.done():
             del self._compilations[request.spec]
             compilation.future.cancel()
 
