@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     )
     from engine_actors.llm import LLM
     from engine_actors.llm_engine import LLMEngine
-    from engine_actors.outputs import CompletionOutput, RequestOutput
+    from engine_actors.outputs import CompletionOutput, Logprob, RequestOutput
+    from executors.logits_processors import LogitsProcessor
     from scheduler.sampling_params import RequestOutputKind, SamplingParams
 
 __all__ = [
@@ -34,6 +35,8 @@ __all__ = [
     "ExecutorFailedError",
     "InvalidRequestError",
     "LLMEngine",
+    "LogitsProcessor",
+    "Logprob",
     "QueueFullError",
     "RequestAbortedError",
     "RequestFailedError",
@@ -49,6 +52,8 @@ _MODULES = {
     "Engine": "engine_actors.engine",
     "EngineConfig": "engine_actors.config",
     "LLMEngine": "engine_actors.llm_engine",
+    "LogitsProcessor": "executors.logits_processors",
+    "Logprob": "engine_actors.outputs",
     "RequestOutput": "engine_actors.outputs",
     "RequestOutputKind": "scheduler.sampling_params",
     "SamplingParams": "scheduler.sampling_params",

@@ -16,6 +16,7 @@ import torch
 from executors.attention.base import AttentionMetadata
 from executors.logits_pipeline import LogitsPipeline
 from executors.logits_processors import BatchView, LogitsProcessor
+from executors.logprobs import LogprobsState
 from executors.sampling_state import SamplingState
 from scheduler.output import BlockAppends, NewRequestData, SchedulerOutput
 
@@ -96,6 +97,7 @@ class InputBatch:
         num_prompt_tokens, num_computed_tokens: int64 [max_num_seqs].
         sampling: Sampling parameters of the rows.
         logits: What changes the rows' logits before the draw.
+        logprobs: Which log-probabilities the rows want.
     """
 
     def __init__(
@@ -121,6 +123,7 @@ class InputBatch:
         self.num_computed_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.block_tables = [BlockTable(max_num_seqs, max_model_len, size) for size in block_sizes]
         self.sampling = SamplingState(max_num_seqs)
+        self.logprobs = LogprobsState(max_num_seqs)
         self.logits = LogitsPipeline(
             BatchView(self.token_ids, self.num_tokens, self.num_prompt_tokens), logits_processors
         )
@@ -219,6 +222,7 @@ class InputBatch:
             table.set_row(row, _int32_column(block_ids))
         self.sampling.set_row(row, request)
         self.logits.set_row(row, request)
+        self.logprobs.set_row(row, request)
 
     def _append_blocks(self, new_blocks: list[BlockAppends]) -> None:
         if len(new_blocks) != len(self.block_tables):

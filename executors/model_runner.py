@@ -17,23 +17,30 @@ import torch
 from executors.attention.base import AttentionMetadata
 from executors.input_batch import InputBatch, InvalidStepError, StepInputs, StepRows
 from executors.logits_processors import LogitsProcessor, apply_grammar_bitmask
+from executors.logprobs import NOT_ASKED, compute_logprobs, spread
 from executors.parallel_state import ParallelState
 from executors.sampler import sample
 from kv.spec import KVCacheConfig
 from scheduler.config import SchedulerConfig
+from scheduler.logprobs import PromptLogprobs
 from scheduler.output import ModelRunnerOutput, SchedulerOutput
 
 if TYPE_CHECKING:
     from executors.models.base import CausalLM
 
 
+PROMPT_LOGITS_ROWS = 64
+"""Prompt positions whose logits are there at once."""
+
+
 @dataclass(slots=True)
 class _PendingSampling:
-    """A step whose logits wait for the grammar bitmask."""
+    """A step whose logits wait for the draw, or for the grammar bitmask before it."""
 
     step: int
     rows: StepRows
     logits: torch.Tensor | None
+    prompt_logprobs: list[PromptLogprobs]
 
 
 class ModelRunner:
@@ -93,10 +100,11 @@ class ModelRunner:
         batch.advance(rows)
         if not self._parallel.is_last_stage:
             return None
+        prompt_logprobs = self._prompt_logprobs(rows, hidden_states)
         logits = None
         if len(inputs.sample_indices):
             logits = self._model.compute_logits(hidden_states[inputs.sample_indices])
-        self._pending = _PendingSampling(output.step, rows, logits)
+        self._pending = _PendingSampling(output.step, rows, logits, prompt_logprobs)
         return None if output.has_structured_output else self._sample(None)
 
     @torch.inference_mode()
@@ -115,17 +123,63 @@ class ModelRunner:
         if pending is None:
             raise InvalidStepError("sample_tokens was called, but no step waits for it")
         if pending.logits is None:
-            return ModelRunnerOutput(pending.step)
+            return ModelRunnerOutput(pending.step, prompt_logprobs=pending.prompt_logprobs)
         batch, logits = self._require_batch(), pending.logits
         rows = pending.rows.rows[pending.rows.samples]
         positions = batch.num_tokens[rows]
+        asked, raw_logits = self._logits_for_logprobs(rows, logits, grammar_bitmask is not None)
         logits = batch.logits.apply(logits, rows)
         if grammar_bitmask is not None:
             apply_grammar_bitmask(logits, grammar_bitmask)
         tokens = sample(logits, batch.sampling.columns(rows, positions, self._device))
         token_ids = tokens.cpu().numpy().astype("<i4")
         batch.append_tokens(rows, token_ids)
-        return ModelRunnerOutput(pending.step, token_ids.tobytes())
+        logprobs = None
+        if raw_logits is not None:
+            asked_tokens = tokens if asked.all() else tokens[torch.from_numpy(asked).to(self._device)]
+            logprobs = spread(
+                compute_logprobs(raw_logits, asked_tokens, batch.logprobs.num_logprobs[rows[asked]]), asked
+            )
+        return ModelRunnerOutput(pending.step, token_ids.tobytes(), logprobs, pending.prompt_logprobs)
+
+    def _logits_for_logprobs(
+        self, rows: np.ndarray, logits: torch.Tensor, will_be_masked: bool
+    ) -> tuple[np.ndarray, torch.Tensor | None]:
+        """Which rows want log-probabilities (bool), and their logits as the model gave them; None if no row does."""
+        batch = self._require_batch()
+        asked = batch.logprobs.num_logprobs[rows] != NOT_ASKED
+        if self._parallel.tp_rank != 0 or not asked.any():
+            return asked, None
+        if not asked.all():
+            return asked, logits[torch.from_numpy(asked).to(self._device)]
+        will_change = will_be_masked or batch.logits.is_used(rows)
+        return asked, logits.clone() if will_change else logits
+
+    def _prompt_logprobs(self, step: StepRows, hidden_states: torch.Tensor) -> list[PromptLogprobs]:
+        """Those of prompt tokens that this step's positions predict. All TP ranks must call it: logits are gathered.
+
+        Args:
+            hidden_states: [num_tokens, hidden_size] of the last stage.
+        """
+        batch = self._require_batch()
+        wanted = batch.logprobs.num_prompt_logprobs[step.rows]
+        if (wanted == NOT_ASKED).all():
+            return []
+        pieces: list[PromptLogprobs] = []
+        begins = np.cumsum(step.num_scheduled) - step.num_scheduled
+        for index in (wanted != NOT_ASKED).nonzero()[0].tolist():
+            row, first, begin = int(step.rows[index]), int(step.num_computed[index]), int(begins[index])
+            # The last prompt token predicts the first output.
+            count = min(int(step.num_scheduled[index]), int(batch.num_prompt_tokens[row]) - 1 - first)
+            for offset in range(0, count, PROMPT_LOGITS_ROWS):
+                size = min(PROMPT_LOGITS_ROWS, count - offset)
+                logits = self._model.compute_logits(hidden_states[begin + offset : begin + offset + size])
+                if self._parallel.tp_rank == 0:
+                    start = first + offset + 1
+                    token_ids = torch.from_numpy(batch.token_ids[row, start : start + size].astype(np.int64))
+                    tokens = compute_logprobs(logits, token_ids.to(self._device), np.full(size, wanted[index]))
+                    pieces.append(PromptLogprobs(row, start, tokens))
+        return pieces
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
         """Hidden states [num_tokens, hidden_size] of this stage; sent on unless it is the last."""
