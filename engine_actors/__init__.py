@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from engine_actors.async_llm import AsyncLLM
+    from engine_actors.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from engine_actors.config import EngineConfig
     from engine_actors.engine import Engine
     from engine_actors.errors import (
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
     "Engine",
     "EngineConfig",
@@ -48,6 +52,9 @@ __all__ = [
 _MODULES = {
     "LLM": "engine_actors.llm",
     "AsyncLLM": "engine_actors.async_llm",
+    "BeamSearchOutput": "engine_actors.beam_search",
+    "BeamSearchParams": "engine_actors.beam_search",
+    "BeamSearchSequence": "engine_actors.beam_search",
     "CompletionOutput": "engine_actors.outputs",
     "Engine": "engine_actors.engine",
     "EngineConfig": "engine_actors.config",
