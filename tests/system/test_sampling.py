@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from engine_actors import LLM, SamplingParams
-from engine_actors.errors import InvalidRequestError
+from engine_actors import LLM, RequestOutputKind, SamplingParams
+from engine_actors.errors import EngineStartupError, InvalidRequestError
 from tests.fakes import CONFIG, VOCAB_SIZE, byte_level_tokenizer
 
 INPROC: dict[str, Any] = {"engine_core": "inproc", "distributed_executor_backend": "uni"}
@@ -208,6 +208,78 @@ def test_bad_words_never_appear_in_the_text(llm: LLM) -> None:
         tokens = output.outputs[0].token_ids
         banned = [llm.get_tokenizer().encode(text) for text in ("e", " e", "th", " th")]
         assert not any(tokens[i : i + len(ids)] == ids for ids in banned for i in range(len(tokens)))
+
+
+CUSTOM: dict[str, Any] = {"logits_processors": ["tests.system.custom_processors.StepBy"]}
+
+
+def check_custom_processor(engine: LLM, alone: dict[str, Any]) -> None:
+    params = [params_of("all", extra_args=None), SamplingParams(max_tokens=4, extra_args={"step_by": 3}, seed=1)]
+    plain, stepping = engine.generate([PROMPT, [7]], params, use_tqdm=False)
+    assert_same(plain, alone["all"])
+    assert stepping.outputs[0].token_ids == [10, 13, 16, 19]
+
+
+def test_a_logits_processor_of_the_users(llama_dir: Path, alone: dict[str, Any]) -> None:
+    with LLM(str(llama_dir), **INPROC, **OPTIONS, **CUSTOM, async_scheduling=True) as engine:
+        check_custom_processor(engine, alone)
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_logits_processor_of_the_users_in_worker_actors(llama_dir: Path, alone: dict[str, Any]) -> None:
+    with LLM(str(llama_dir), **OPTIONS, **CUSTOM) as engine:
+        check_custom_processor(engine, alone)
+
+
+def test_a_logits_processor_that_does_not_exist_stops_the_start(llama_dir: Path) -> None:
+    with pytest.raises(EngineStartupError, match=r"logits_processors names 'no\.such\.Thing'"):
+        LLM(str(llama_dir), **INPROC, **OPTIONS, logits_processors=["no.such.Thing"])
+
+
+def test_aborting_a_request_aborts_all_of_its_completions(llm: LLM) -> None:
+    engine = llm.llm_engine
+    engine.add_request("parent", [5], SamplingParams(n=4, max_tokens=200, temperature=0.0, ignore_eos=True, logprobs=0))
+    outputs = engine.step()
+    engine.abort_requests(["parent"])
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    ended = {o.outputs[0].index: o.outputs[0] for o in outputs if o.outputs[0].finished()}
+    assert [ended[index].finish_reason for index in range(4)] == ["abort"] * 4
+    assert outputs[-1].finished
+    assert all(len(completion.logprobs) == len(completion.token_ids) > 0 for completion in ended.values())
+    # Nothing of them is left in the engine.
+    assert llm.reset_prefix_cache()
+
+
+@pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE])
+@pytest.mark.parametrize("stop", [None, "e"])
+def test_streamed_logprobs_join_to_the_final_ones(llm: LLM, kind: RequestOutputKind, stop: str | None) -> None:
+    params = params_of("all", stop=stop, stream_interval=5)
+    (final,) = llm.generate(PROMPT, params, use_tqdm=False)
+    engine, outputs = llm.llm_engine, []
+    engine.add_request("streamed", PROMPT, params.clone(output_kind=kind))
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    counts = [len(o.outputs[0].token_ids) for o in outputs]
+    assert [o.prompt_logprobs is not None for o in outputs[1:]] == [kind is RequestOutputKind.CUMULATIVE] * len(
+        counts[1:]
+    )
+    if kind is RequestOutputKind.CUMULATIVE:
+        (joined,) = outputs[-1].outputs
+        counts = [new - old for old, new in zip([0, *counts], counts, strict=False)]
+    else:
+        joined = outputs[0].outputs[0]
+        whole = outputs[0]
+        for output in outputs[1:]:
+            whole.merge(output, kind)
+        (joined,) = whole.outputs
+    assert counts[0] == 1
+    assert counts[1:-1] == [5] * len(counts[1:-1])
+    expected = final.outputs[0]
+    assert (joined.text, joined.token_ids, joined.logprobs) == (expected.text, expected.token_ids, expected.logprobs)
+    assert joined.cumulative_logprob == pytest.approx(expected.cumulative_logprob)
+    assert outputs[0].prompt_logprobs == final.prompt_logprobs
 
 
 @pytest.mark.parametrize(
