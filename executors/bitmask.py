@@ -34,7 +34,7 @@ def apply_bitmask(logits: Tensor, mask: Tensor, rows: Tensor | None = None) -> N
     for start in range(0, num_masks, step):
         forbidden = _unpack_forbidden(mask[start : start + step])[:, :vocab_size]
         if rows is None:
-            logits[start : start + step].masked_fill_(forbidden, float("-inf"))
+            logits[start : start + len(forbidden)].masked_fill_(forbidden, float("-inf"))
         elif logits.device.type == "cpu":
             for row, its_forbidden in zip(rows[start : start + step].tolist(), forbidden, strict=True):
                 logits[row].masked_fill_(its_forbidden, float("-inf"))
