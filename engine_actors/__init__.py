@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from engine_actors.async_llm import AsyncLLM
+    from engine_actors.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from engine_actors.config import EngineConfig
     from engine_actors.engine import Engine
     from engine_actors.errors import (
@@ -20,12 +21,16 @@ if TYPE_CHECKING:
     )
     from engine_actors.llm import LLM
     from engine_actors.llm_engine import LLMEngine
-    from engine_actors.outputs import CompletionOutput, RequestOutput
+    from engine_actors.outputs import CompletionOutput, Logprob, RequestOutput
+    from executors.logits_processors import LogitsProcessor
     from scheduler.sampling_params import RequestOutputKind, SamplingParams
 
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
     "Engine",
     "EngineConfig",
@@ -34,6 +39,8 @@ __all__ = [
     "ExecutorFailedError",
     "InvalidRequestError",
     "LLMEngine",
+    "LogitsProcessor",
+    "Logprob",
     "QueueFullError",
     "RequestAbortedError",
     "RequestFailedError",
@@ -45,10 +52,15 @@ __all__ = [
 _MODULES = {
     "LLM": "engine_actors.llm",
     "AsyncLLM": "engine_actors.async_llm",
+    "BeamSearchOutput": "engine_actors.beam_search",
+    "BeamSearchParams": "engine_actors.beam_search",
+    "BeamSearchSequence": "engine_actors.beam_search",
     "CompletionOutput": "engine_actors.outputs",
     "Engine": "engine_actors.engine",
     "EngineConfig": "engine_actors.config",
     "LLMEngine": "engine_actors.llm_engine",
+    "LogitsProcessor": "executors.logits_processors",
+    "Logprob": "engine_actors.outputs",
     "RequestOutput": "engine_actors.outputs",
     "RequestOutputKind": "scheduler.sampling_params",
     "SamplingParams": "scheduler.sampling_params",

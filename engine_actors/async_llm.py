@@ -166,8 +166,8 @@ class AsyncLLM:
     ) -> list[RequestStream]:
         """Queue several requests in one message; if one of them is wrong, none."""
         self._start_output_task()
-        params = broadcast("sampling_params", sampling_params, len(prompts))
-        priorities = broadcast("priority", priority, len(prompts))
+        params = broadcast("sampling_params", sampling_params, len(prompts), None)
+        priorities = broadcast("priority", priority, len(prompts), 0)
         ids = list(request_ids or (f"request-{next(self._ids)}" for _ in prompts))
         arguments = (ids, list(prompts), params, priorities)
         if _num_chars(prompts) > THREAD_TOKENISE_CHARS:
@@ -191,7 +191,7 @@ class AsyncLLM:
         default = self.input_processor.default_sampling_params()
         params = [
             p.clone(output_kind=RequestOutputKind.FINAL_ONLY) if isinstance(p, SamplingParams) else p
-            for p in broadcast("sampling_params", sampling_params or default, len(batch))
+            for p in broadcast("sampling_params", sampling_params, len(batch), default)
         ]
         streams = await self.add_requests(batch, params, None, priority, add_special_tokens)
         try:

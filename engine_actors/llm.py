@@ -12,6 +12,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from engine_actors.beam_search import BeamPrompt, BeamSearchOutput, BeamSearchParams, beam_search
 from engine_actors.config import EngineConfig
 from engine_actors.errors import InvalidRequestError, QueueFullError
 from engine_actors.input_processor import ProcessedRequest, PromptType
@@ -97,6 +98,56 @@ class LLM:
         ]
         return self._run(texts, sampling_params, priority, use_tqdm, add_special_tokens=False)
 
+    def beam_search(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The `beam_width` best sequences of each prompt; see `BeamSearchParams`.
+
+        Args:
+            prompts: As for `generate`.
+            concurrency_limit: Prompts searched at once; None is all.
+
+        Raises:
+            InvalidRequestError: A prompt is wrong; the text names field, value and what is allowed.
+            EngineDeadError: The engine has failed.
+        """
+        batch = as_prompt_list(prompts)
+        processor = self.llm_engine.input_processor
+        length = SamplingParams(max_tokens=params.max_tokens)
+        requests = processor.process_batch(
+            [str(i) for i in range(len(batch))], batch, [length] * len(batch), [0] * len(batch)
+        )
+        starts = [
+            BeamPrompt(
+                request.parent.prompt_token_ids,
+                request.children[0].sampling_params.max_tokens or 1,
+                request.children[0].cache_salt,
+            )
+            for request in requests
+        ]
+        size = concurrency_limit or max(1, len(starts))
+        outputs: list[BeamSearchOutput] = []
+        with _Progress(len(starts), use_tqdm) as progress:
+            for first in range(0, len(starts), size):
+                outputs += beam_search(
+                    starts[first : first + size],
+                    params,
+                    generate=self._run_beams,
+                    eos_token_ids=processor.eos_token_ids,
+                    vocab_size=processor.vocab_size,
+                    tokenizer=self.get_tokenizer(),
+                )
+                progress.advance(len(outputs) - first)
+        return outputs
+
+    def _run_beams(self, prompts: list[Any], params: SamplingParams) -> list[RequestOutput]:
+        return self._run(prompts, params, None, False, add_special_tokens=False, limit_logprobs=False)
+
     def get_tokenizer(self) -> Any:
         """The transformers tokenizer; None with skip_tokenizer_init."""
         return self.llm_engine.tokenizer
@@ -138,15 +189,21 @@ class LLM:
         priority: int | Sequence[int] | None,
         use_tqdm: bool,
         add_special_tokens: bool,
+        limit_logprobs: bool = True,
     ) -> list[RequestOutput]:
         params = [
             p.clone(output_kind=RequestOutputKind.FINAL_ONLY) if isinstance(p, SamplingParams) else p
-            for p in broadcast("sampling_params", sampling_params or self.get_default_sampling_params(), len(prompts))
+            for p in broadcast("sampling_params", sampling_params, len(prompts), self.get_default_sampling_params())
         ]
-        priorities = broadcast("priority", priority or 0, len(prompts))
+        priorities = broadcast("priority", priority, len(prompts), 0)
         request_ids = [str(next(self._ids)) for _ in prompts]
         requests = self.llm_engine.input_processor.process_batch(
-            request_ids, prompts, params, priorities, add_special_tokens=add_special_tokens
+            request_ids,
+            prompts,
+            params,
+            priorities,
+            add_special_tokens=add_special_tokens,
+            limit_logprobs=limit_logprobs,
         )
         try:
             with _Progress(len(requests), use_tqdm) as progress:
@@ -197,6 +254,10 @@ class _Progress:
             )
         self._bar.update(1)
 
+    def advance(self, count: int) -> None:
+        """So many more are done, of which the tokens are not counted."""
+        self._bar.update(count)
+
     def __enter__(self) -> _Progress:
         return self
 
@@ -221,14 +282,14 @@ def as_conversation_list(messages: Any) -> list[Any]:
     return [messages]
 
 
-def broadcast(field: str, values: Any, count: int) -> list[Any]:
-    """One value for each of `count` prompts, from one for all or one for each.
+def broadcast(field: str, values: Any, count: int, default: Any) -> list[Any]:
+    """One value for each of `count` prompts, from one for all, one for each, or None for the default.
 
     Raises:
         InvalidRequestError: A list of another length.
     """
     if not isinstance(values, Sequence) or isinstance(values, str):
-        return [values] * count
+        return [default if values is None else values] * count
     if len(values) != count:
         raise InvalidRequestError(
             f"{field} holds {len(values)} values for {count} prompts; one for each is needed", field

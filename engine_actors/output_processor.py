@@ -14,7 +14,9 @@ from typing import Any
 
 from engine_actors.detokenizer import Detokenizer, TokenDecoder
 from engine_actors.errors import RequestFailedError, request_error
-from engine_actors.outputs import CompletionOutput, RequestOutput, RequestStateStats
+from engine_actors.logprobs import LogprobsReader
+from engine_actors.outputs import CompletionOutput, RequestOutput, RequestStateStats, TokenLogprobsByID
+from scheduler.logprobs import LogprobsRow, PromptLogprobs
 from scheduler.output import EngineCoreOutputs, FinishedRequest, FinishReason, RequestEvents
 from scheduler.request import EngineCoreRequest
 from scheduler.sampling_params import RequestOutputKind, SamplingParams
@@ -43,13 +45,25 @@ class ParentRequest:
     unfinished: set[str] = field(default_factory=set)
     final: list[CompletionOutput] = field(default_factory=list)
     num_cached_tokens: int | None = None
+    prompt_logprobs: list[TokenLogprobsByID | None] | None = None
     error: Exception | None = None
 
 
 class CompletionState:
     """One running completion: its tokens, text and times. Fed by `OutputProcessor` only."""
 
-    __slots__ = ("detokenizer", "index", "metrics", "num_taken", "parent", "token_ids")
+    __slots__ = (
+        "cumulative_logprob",
+        "detokenizer",
+        "index",
+        "logprobs",
+        "metrics",
+        "num_published",
+        "num_summed",
+        "num_taken",
+        "parent",
+        "token_ids",
+    )
 
     def __init__(self, parent: ParentRequest, index: int, detokenizer: Detokenizer | None, arrival_s: float) -> None:
         self.parent = parent
@@ -57,7 +71,17 @@ class CompletionState:
         self.detokenizer = detokenizer
         self.token_ids: list[int] = []
         self.num_taken = 0
+        self.num_published = 0
+        self.logprobs: list[TokenLogprobsByID] | None = None if parent.params.logprobs is None else []
+        self.cumulative_logprob, self.num_summed = 0.0, 0
         self.metrics = RequestStateStats(arrival_time=arrival_s)
+
+    def is_due(self) -> bool:
+        """Enough tokens are new for an output, by the request's stream_interval."""
+        interval = self.parent.params.stream_interval
+        if interval is None or not self.num_published:
+            return True
+        return len(self.token_ids) - self.num_published >= interval
 
     def append(self, token_ids: Sequence[int], timestamp_s: float) -> bool:
         """Take in new tokens; True when a stop string ended the text (later tokens are then dropped)."""
@@ -96,7 +120,22 @@ class CompletionState:
         else:
             text = detokenizer.text_so_far() if detokenizer is not None else ""
             token_ids = self.token_ids[:]
-        return CompletionOutput(self.index, text, token_ids, finish_reason=finish_reason, stop_reason=stop_reason)
+        self.num_published = len(self.token_ids)
+        completion = CompletionOutput(self.index, text, token_ids, finish_reason=finish_reason, stop_reason=stop_reason)
+        if self.logprobs is not None:
+            self._add_logprobs(completion)
+        return completion
+
+    def _add_logprobs(self, completion: CompletionOutput) -> None:
+        """Those of the completion's tokens. There may be more: a stop string drops tokens that came with its end."""
+        assert self.logprobs is not None
+        num_tokens = len(self.token_ids)
+        completion.logprobs = self.logprobs[num_tokens - len(completion.token_ids) : num_tokens]
+        new = slice(self.num_summed, num_tokens)
+        for token_id, position in zip(self.token_ids[new], self.logprobs[new], strict=False):
+            self.cumulative_logprob += position[token_id].logprob
+        self.num_summed = num_tokens
+        completion.cumulative_logprob = self.cumulative_logprob
 
 
 class ProcessedOutputs:
@@ -123,6 +162,7 @@ class OutputProcessor:
 
     def __init__(self, tokenizer: Any | None) -> None:
         self._tokenizer = tokenizer
+        self._logprobs = LogprobsReader(tokenizer)
         self._decoders: dict[tuple[bool, bool], TokenDecoder] = {}
         self._states: dict[str, CompletionState] = {}
         self._parents: dict[str, ParentRequest] = {}
@@ -143,6 +183,8 @@ class OutputProcessor:
             self._states[child.request_id] = state
             parent.unfinished.add(child.request_id)
         self._parents[parent.request_id] = parent
+        if parent.params.prompt_logprobs is not None and len(parent.prompt_token_ids) == 1:
+            parent.prompt_logprobs = [None]  # Nothing predicts the first token.
 
     def take_children(self, request_ids: Iterable[str]) -> list[str]:
         """Engine ids of the unfinished completions of callers' requests; unknown ids are ignored."""
@@ -176,6 +218,7 @@ class OutputProcessor:
             self._note_start(events)
         finished = {ended.request_id: ended for ended in outputs.finished}
         token_ids, timestamp_s = outputs.token_ids, outputs.timestamp_s
+        logprobs = [] if outputs.logprobs is None else list(outputs.logprobs.rows())
         counts = outputs.num_tokens
         position = 0
         for index, request_id in enumerate(outputs.request_ids):
@@ -183,7 +226,8 @@ class OutputProcessor:
             state = self._states.get(request_id)
             if state is not None:
                 ended = finished.pop(request_id, None) if finished else None
-                self._advance(request_id, state, token_ids[position:end], ended, timestamp_s, processed)
+                columns = logprobs[position:end], outputs.prompt_logprobs.get(request_id, ())
+                self._advance(request_id, state, token_ids[position:end], ended, timestamp_s, processed, *columns)
             position = end
         for request_id, ended in finished.items():
             state = self._states.get(request_id)
@@ -208,9 +252,12 @@ class OutputProcessor:
         ended: FinishedRequest | None,
         timestamp_s: float,
         processed: ProcessedOutputs,
+        logprobs: Sequence[LogprobsRow] = (),
+        prompt_logprobs: Sequence[PromptLogprobs] = (),
     ) -> None:
         """One completion's share of a step. What goes wrong here ends this request and no other."""
         try:
+            self._take_logprobs(state, logprobs, prompt_logprobs)
             if ended is not None:
                 self._finish(request_id, state, token_ids, ended, timestamp_s, processed)
                 return
@@ -218,7 +265,7 @@ class OutputProcessor:
                 assert state.detokenizer is not None
                 processed.aborts.append(request_id)
                 self._end(request_id, state, "stop", state.detokenizer.stop, None, processed)
-            elif state.parent.params.output_kind is not RequestOutputKind.FINAL_ONLY:
+            elif state.parent.params.output_kind is not RequestOutputKind.FINAL_ONLY and state.is_due():
                 self._publish(state, state.completion(None, None), processed)
         except Exception as error:
             logger.exception("Processing an output of request %s failed; it ends, the others go on", request_id)
@@ -227,6 +274,17 @@ class OutputProcessor:
             failure.__cause__ = error
             self._drop_text(state)
             self._end(request_id, state, "error", None, failure, processed)
+
+    def _take_logprobs(
+        self, state: CompletionState, logprobs: Sequence[LogprobsRow], prompt_logprobs: Sequence[PromptLogprobs]
+    ) -> None:
+        parent = state.parent
+        if state.logprobs is not None:
+            state.logprobs += self._logprobs.read(logprobs, parent.params.detokenize)
+        if prompt_logprobs:
+            parent.prompt_logprobs = self._logprobs.read_prompt(
+                prompt_logprobs, len(parent.prompt_token_ids), parent.params.detokenize
+            )
 
     def _finish(
         self,
@@ -296,10 +354,13 @@ class OutputProcessor:
             parent.prompt_token_ids,
             parent.final if completion is None else [completion],
             finished=not parent.unfinished,
+            prompt_logprobs=parent.prompt_logprobs,
             metrics=state.metrics,
             num_cached_tokens=parent.num_cached_tokens,
             error=parent.error,
         )
+        if parent.params.output_kind is RequestOutputKind.DELTA:
+            parent.prompt_logprobs = None
         if parent.sink is not None:
             parent.sink(output)
         else:

@@ -6,7 +6,6 @@ Made by `engine_actors.output_processor`; plain picklable data, so that they tra
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from scheduler.sampling_params import RequestOutputKind
 
@@ -34,6 +33,25 @@ class RequestStateStats:
 
 
 @dataclass(slots=True)
+class Logprob:
+    """One token at one position.
+
+    Attributes:
+        logprob: Natural logarithm of its probability by the model's own logits: before temperature, penalties, masks.
+        rank: 1 for the most likely token of the vocabulary.
+        decoded_token: Its text alone; None without a tokenizer or with detokenize=False.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+TokenLogprobsByID = dict[int, Logprob]
+"""Token id → Logprob at one position: the generated (or prompt) token first, then the most likely ones in order."""
+
+
+@dataclass(slots=True)
 class CompletionOutput:
     """One of a request's n completions.
 
@@ -41,6 +59,8 @@ class CompletionOutput:
         index: 0 to n - 1.
         text, token_ids: All so far, or only what is new, by `SamplingParams.output_kind`. The token that ended the
             text is among `token_ids` and not in `text`.
+        cumulative_logprob: Sum over all tokens so far; None unless `SamplingParams.logprobs` is set.
+        logprobs: One for each of `token_ids`; None unless asked for.
         finish_reason: "stop", "length", "abort" or "error"; None while running.
         stop_reason: The stop string or stop token id that ended it; None for end-of-sequence.
     """
@@ -49,7 +69,7 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    logprobs: Any | None = None
+    logprobs: list[TokenLogprobsByID] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -63,6 +83,7 @@ class RequestOutput:
 
     Attributes:
         prompt: The prompt's text; None when token ids were given.
+        prompt_logprobs: One for each prompt token, None for the first. Only if asked for, and once they are there.
         outputs: The completions this output is about, by index; all n of them in a final-only output.
         finished: Every one of the n completions has ended.
         num_cached_tokens: Prompt tokens whose KV came from the prefix cache; None before the first token.
@@ -74,7 +95,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
-    prompt_logprobs: Any | None = None
+    prompt_logprobs: list[TokenLogprobsByID | None] | None = None
     metrics: RequestStateStats = field(default_factory=RequestStateStats)
     num_cached_tokens: int | None = None
     error: Exception | None = None
@@ -83,6 +104,7 @@ class RequestOutput:
         """Take in the output that follows this one, which nobody has read yet."""
         self.finished |= newer.finished
         self.metrics = newer.metrics
+        self.prompt_logprobs = newer.prompt_logprobs or self.prompt_logprobs
         self.num_cached_tokens = newer.num_cached_tokens
         self.error = self.error or newer.error
         for completion in newer.outputs:
@@ -93,6 +115,10 @@ class RequestOutput:
             if kind is RequestOutputKind.DELTA:
                 mine.text += completion.text
                 mine.token_ids = mine.token_ids + completion.token_ids
+                if completion.logprobs is not None:
+                    mine.logprobs = (mine.logprobs or []) + completion.logprobs
             else:
                 mine.text, mine.token_ids = completion.text, completion.token_ids
+                mine.logprobs = completion.logprobs
+            mine.cumulative_logprob = completion.cumulative_logprob
             mine.finish_reason, mine.stop_reason = completion.finish_reason, completion.stop_reason

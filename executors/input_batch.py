@@ -16,6 +16,7 @@ import torch
 from executors.attention.base import AttentionMetadata
 from executors.logits_pipeline import LogitsPipeline
 from executors.logits_processors import BatchView, LogitsProcessor
+from executors.logprobs import NOT_ASKED, LogprobsState
 from executors.sampling_state import SamplingState
 from scheduler.output import BlockAppends, NewRequestData, SchedulerOutput
 
@@ -97,6 +98,7 @@ class InputBatch:
         request_ids: Of the request that owns, or last owned, each row.
         sampling: Sampling parameters of the rows.
         logits: What changes the rows' logits before the draw.
+        logprobs: Which log-probabilities the rows want.
     """
 
     def __init__(
@@ -123,6 +125,7 @@ class InputBatch:
         self.request_ids = [""] * max_num_seqs
         self.block_tables = [BlockTable(max_num_seqs, max_model_len, size) for size in block_sizes]
         self.sampling = SamplingState(max_num_seqs)
+        self.logprobs = LogprobsState(max_num_seqs)
         self.logits = LogitsPipeline(
             BatchView(self.token_ids, self.num_tokens, self.num_prompt_tokens), logits_processors
         )
@@ -188,7 +191,11 @@ class InputBatch:
 
     def is_plain_greedy(self, rows: np.ndarray) -> bool:
         """Whether the likeliest token of each of these rows, by unchanged logits, is all that is asked for."""
-        return self.sampling.is_greedy(rows) and not self.logits.is_used(rows)
+        return (
+            self.sampling.is_greedy(rows)
+            and not self.logits.is_used(rows)
+            and bool((self.logprobs.num_logprobs[rows] == NOT_ASKED).all())
+        )
 
     def advance(self, step: StepRows) -> None:
         """The step's tokens are computed."""
@@ -226,6 +233,7 @@ class InputBatch:
             table.set_row(row, _int32_column(block_ids))
         self.sampling.set_row(row, request)
         self.logits.set_row(row, request)
+        self.logprobs.set_row(row, request)
 
     def _append_blocks(self, new_blocks: list[BlockAppends]) -> None:
         if len(new_blocks) != len(self.block_tables):

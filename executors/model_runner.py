@@ -14,13 +14,15 @@ import numpy as np
 import torch
 
 from executors.attention.base import AttentionMetadata
-from executors.input_batch import InputBatch, InvalidStepError, StepInputs
+from executors.input_batch import InputBatch, InvalidStepError, StepInputs, StepRows
 from executors.logits_processors import LogitsProcessor, apply_grammar_bitmask
+from executors.logprobs import NOT_ASKED, compute_logprobs, spread
 from executors.parallel_state import ParallelState
 from executors.sampler import sample
 from executors.step_compute import StepCompute, Wanted
 from kv.spec import KVCacheConfig
 from scheduler.config import SchedulerConfig
+from scheduler.logprobs import PromptLogprobs
 from scheduler.output import ModelRunnerOutput, SchedulerOutput
 
 
@@ -28,13 +30,18 @@ class NotANumberError(RuntimeError):
     """A request's logits are not numbers: its weights or activations overflowed. The text names the request."""
 
 
+PROMPT_LOGITS_ROWS = 64
+"""Prompt positions whose logits are there at once."""
+
+
 @dataclass(slots=True)
 class _PendingSampling:
-    """A step whose logits wait for the grammar bitmask."""
+    """A step whose logits wait for the draw, or for the grammar bitmask before it."""
 
     step: int
     rows: np.ndarray
     logits: torch.Tensor | None
+    prompt_logprobs: list[PromptLogprobs]
 
 
 class ModelRunner:
@@ -87,15 +94,17 @@ class ModelRunner:
         rows = batch.apply(output, append_known_tokens=not self._parallel.is_last_stage)
         inputs = batch.prepare(rows)
         sampling_rows = rows.rows[rows.samples]
-        greedy = not output.has_structured_output and batch.is_plain_greedy(sampling_rows)
-        self._compute.forward(inputs, Wanted.GREEDY if greedy else Wanted.LOGITS)
+        wanted = self._wanted(rows, sampling_rows, output.has_structured_output)
+        self._compute.forward(inputs, wanted)
         batch.advance(rows)
         if not self._parallel.is_last_stage:
             return None
-        if greedy and len(sampling_rows):
-            return self._finish(output.step, sampling_rows, self._compute.greedy_tokens())
+        if wanted is Wanted.GREEDY and len(sampling_rows):
+            token_ids = self._append_tokens(output.step, sampling_rows, self._compute.greedy_tokens())
+            return ModelRunnerOutput(output.step, token_ids)
+        prompt_logprobs = self._prompt_logprobs(rows) if wanted is Wanted.ANY_ROW else []
         logits = self._compute.sampled_logits() if len(sampling_rows) else None
-        self._pending = _PendingSampling(output.step, sampling_rows, logits)
+        self._pending = _PendingSampling(output.step, sampling_rows, logits, prompt_logprobs)
         return None if output.has_structured_output else self._sample(None)
 
     @torch.inference_mode()
@@ -114,23 +123,72 @@ class ModelRunner:
         if pending is None:
             raise InvalidStepError("sample_tokens was called, but no step waits for it")
         if pending.logits is None:
-            return ModelRunnerOutput(pending.step)
+            return ModelRunnerOutput(pending.step, prompt_logprobs=pending.prompt_logprobs)
         batch, logits = self._require_batch(), pending.logits
         rows = pending.rows
         positions = batch.num_tokens[rows]
+        asked, raw_logits = self._logits_for_logprobs(rows, logits, grammar_bitmask is not None)
         logits = batch.logits.apply(logits, rows)
         if grammar_bitmask is not None:
             apply_grammar_bitmask(logits, grammar_bitmask)
         tokens = sample(logits, batch.sampling.columns(rows, positions, self._device))
-        return self._finish(pending.step, rows, tokens)
+        token_ids = self._append_tokens(pending.step, rows, tokens)
+        logprobs = None
+        if raw_logits is not None:
+            asked_tokens = tokens if asked.all() else tokens[torch.from_numpy(asked).to(self._device)]
+            logprobs = spread(
+                compute_logprobs(raw_logits, asked_tokens, batch.logprobs.num_logprobs[rows[asked]]), asked
+            )
+        return ModelRunnerOutput(pending.step, token_ids, logprobs, pending.prompt_logprobs)
 
-    def _finish(self, step: int, rows: np.ndarray, tokens: torch.Tensor) -> ModelRunnerOutput:
+    def _logits_for_logprobs(
+        self, rows: np.ndarray, logits: torch.Tensor, will_be_masked: bool
+    ) -> tuple[np.ndarray, torch.Tensor | None]:
+        """Which rows want log-probabilities (bool), and their logits as the model gave them; None if no row does."""
+        batch = self._require_batch()
+        asked = batch.logprobs.num_logprobs[rows] != NOT_ASKED
+        if self._parallel.tp_rank != 0 or not asked.any():
+            return asked, None
+        if not asked.all():
+            return asked, logits[torch.from_numpy(asked).to(self._device)]
+        will_change = will_be_masked or batch.logits.is_used(rows)
+        return asked, logits.clone() if will_change else logits
+
+    def _wanted(self, step: StepRows, sampling_rows: np.ndarray, structured: bool) -> Wanted:
+        batch = self._require_batch()
+        if (batch.logprobs.num_prompt_logprobs[step.rows] != NOT_ASKED).any():
+            return Wanted.ANY_ROW
+        return Wanted.GREEDY if not structured and batch.is_plain_greedy(sampling_rows) else Wanted.LOGITS
+
+    def _prompt_logprobs(self, step: StepRows) -> list[PromptLogprobs]:
+        """Those of prompt tokens that this step's positions predict. All TP ranks must call it: logits are gathered."""
+        batch = self._require_batch()
+        wanted = batch.logprobs.num_prompt_logprobs[step.rows]
+        pieces: list[PromptLogprobs] = []
+        begins = np.cumsum(step.num_scheduled) - step.num_scheduled
+        for index in (wanted != NOT_ASKED).nonzero()[0].tolist():
+            row, first, begin = int(step.rows[index]), int(step.num_computed[index]), int(begins[index])
+            # The last prompt token predicts the first output.
+            count = min(int(step.num_scheduled[index]), int(batch.num_prompt_tokens[row]) - 1 - first)
+            for offset in range(0, count, PROMPT_LOGITS_ROWS):
+                size = min(PROMPT_LOGITS_ROWS, count - offset)
+                token_rows = torch.arange(begin + offset, begin + offset + size, device=self._device)
+                logits = self._compute.logits_of(token_rows)
+                if self._parallel.tp_rank == 0:
+                    start = first + offset + 1
+                    token_ids = torch.from_numpy(batch.token_ids[row, start : start + size].astype(np.int64))
+                    tokens = compute_logprobs(logits, token_ids.to(self._device), np.full(size, wanted[index]))
+                    pieces.append(PromptLogprobs(row, start, tokens))
+        return pieces
+
+    def _append_tokens(self, step: int, rows: np.ndarray, tokens: torch.Tensor) -> bytes:
+        """What `rows` drew is known from now on; as a column of the output."""
         batch, token_ids = self._require_batch(), tokens.cpu().numpy().astype("<i4")
         if token_ids.min() < 0:
             names = [batch.request_ids[row] for row in rows[token_ids < 0].tolist()]
             raise NotANumberError(f"the logits of {', '.join(map(repr, names))} are not numbers in step {step}")
         batch.append_tokens(rows, token_ids)
-        return ModelRunnerOutput(step, token_ids.tobytes())
+        return token_ids.tobytes()
 
     @torch.inference_mode()
     def dummy_run(self, num_tokens: int, num_reqs: int) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+from scheduler.logprobs import PromptLogprobs, TokenLogprobs
 from scheduler.sampling_params import SamplingParams
 
 
@@ -108,10 +109,14 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     Attributes:
         step: The SchedulerOutput's.
         sampled_token_ids: int32 column, one for each row that sampled, in batch order.
+        logprobs: Of these tokens; None when no row asked for any.
+        prompt_logprobs: One for each row that asked for them and computed prompt tokens with successors in the prompt.
     """
 
     step: int
     sampled_token_ids: bytes = b""
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: list[PromptLogprobs] = []
 
 
 class FinishReason(enum.IntEnum):
@@ -176,6 +181,8 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=
         started: Events of requests whose first output this is.
         timestamp_s: Monotonic time of the step's end on EngineCore's clock.
         stats: Present at most once per step, for one of the clients.
+        logprobs: Of `token_ids`; None when no request of the step asked for any.
+        prompt_logprobs: By request id, with its first token; pieces may overlap after a preemption.
     """
 
     request_ids: list[str] = []
@@ -185,3 +192,5 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     started: list[RequestEvents] = []
     timestamp_s: float = 0.0
     stats: SchedulerStats | None = None
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: dict[str, list[PromptLogprobs]] = {}

@@ -10,6 +10,7 @@ import msgspec
 from kv.hashing import root_hash
 from kv.manager import KVSequence
 from scheduler.errors import RequestRefusedError
+from scheduler.logprobs import PromptLogprobs
 from scheduler.output import unpack_int32
 from scheduler.sampling_params import SamplingParams
 
@@ -67,6 +68,8 @@ class Request:
         last_step: The latest dispatched step that computes something of it; 0 before any.
         stop_token_ids: Tokens that end it, EOS included unless ignored.
         num_preemptions: Times it had to give everything back.
+        has_started: It has its first token.
+        prompt_logprobs: Those computed so far, kept for the first output.
         is_long: Its prompt counts as long (SchedulerConfig.long_prefill_token_threshold).
         sequence_number: Of its arrival at this scheduler.
     """
@@ -76,6 +79,7 @@ class Request:
         "arrival_time_s",
         "client_index",
         "eos_token_ids",
+        "has_started",
         "is_long",
         "kv",
         "last_step",
@@ -87,6 +91,7 @@ class Request:
         "num_schedulable_tokens",
         "num_slots",
         "priority",
+        "prompt_logprobs",
         "queued_s",
         "rank",
         "request_id",
@@ -131,6 +136,8 @@ class Request:
         self.row = -1
         self.admitted_step = 0
         self.last_step = 0
+        self.has_started = False
+        self.prompt_logprobs: list[PromptLogprobs] = []
         self.is_long = False
         self.num_preemptions = 0
         self.rank: Rank = ()
@@ -147,8 +154,13 @@ class Request:
 
     @property
     def skip_reading_prefix_cache(self) -> bool:
-        """Every prompt token must be computed anew, because outputs need its logits."""
-        return False
+        """Every prompt token must be computed anew: outputs need its logits, or the user says so."""
+        return self.needs_prompt_logprobs or bool(self.sampling_params.skip_reading_prefix_cache)
+
+    @property
+    def needs_prompt_logprobs(self) -> bool:
+        """Log-probabilities of its prompt are asked for, and not delivered yet."""
+        return self.sampling_params.prompt_logprobs is not None and not self.has_started
 
     @property
     def stop_ids_until_min_tokens(self) -> list[int]:

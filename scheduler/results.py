@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 
+from scheduler.logprobs import TokenLogprobs
 from scheduler.output import EngineCoreOutputs, FinishedRequest, FinishReason, RequestEvents
 from scheduler.request import Request
 
@@ -39,12 +40,13 @@ def end_of_request(request: Request, max_model_len: int) -> FinishedRequest | No
 def collect_outputs(
     requests: list[Request],
     tokens: array[int],
+    logprobs: TokenLogprobs | None,
     ended: Iterable[tuple[Request, FinishedRequest]],
     started: Iterable[Request],
     one_client: int | None,
     now_s: float,
 ) -> dict[int, EngineCoreOutputs]:
-    """By client: new tokens (one for each of `requests`), ends, and events of requests with their first token.
+    """By client: new tokens (one for each of `requests`) with `logprobs`, ends, events of those with their first token.
 
     Args:
         one_client: The only client there is, or None: then requests are sorted by theirs.
@@ -54,7 +56,7 @@ def collect_outputs(
     outputs: dict[int, EngineCoreOutputs] = {}
     if one_client is not None:
         outputs[one_client] = EngineCoreOutputs(
-            [request.request_id for request in requests], tokens.tolist(), timestamp_s=now_s
+            [request.request_id for request in requests], tokens.tolist(), timestamp_s=now_s, logprobs=logprobs
         )
     else:
         for request, token in zip(requests, tokens, strict=True):
@@ -63,9 +65,17 @@ def collect_outputs(
                 output = outputs[request.client_index] = EngineCoreOutputs([], [], timestamp_s=now_s)
             output.request_ids.append(request.request_id)
             output.token_ids.append(token)
+        if logprobs is not None:
+            for client, output in outputs.items():
+                output.logprobs = logprobs.select(
+                    index for index, request in enumerate(requests) if request.client_index == client
+                )
     for request, end in ended:
         outputs[request.client_index].finished.append(end)
     for request in started:
         events = RequestEvents(request.request_id, request.queued_s, request.scheduled_s, request.num_cached_tokens)
         outputs[request.client_index].started.append(events)
+        if request.prompt_logprobs:
+            outputs[request.client_index].prompt_logprobs[request.request_id] = request.prompt_logprobs
+            request.prompt_logprobs = []
     return outputs

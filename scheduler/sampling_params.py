@@ -132,18 +132,18 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
             self.top_k = 0
 
     def _check_ranges(self) -> None:
-        _check_int("n", self.n, 1, MAX_N)
-        _check_float("temperature", self.temperature, 0.0, 2.0)
+        check_int("n", self.n, 1, MAX_N)
+        check_float("temperature", self.temperature, 0.0, 2.0)
         if GREEDY_TEMPERATURE <= self.temperature < MIN_TEMPERATURE:
             self.temperature = MIN_TEMPERATURE
-        _check_int("top_k", self.top_k, 0, None, allowed="-1 (off), 0 (off) or at least 1")
-        _check_float("top_p", self.top_p, 0.0, 1.0, above=True)
-        _check_float("min_p", self.min_p, 0.0, 1.0)
+        check_int("top_k", self.top_k, 0, None, allowed="-1 (off), 0 (off) or at least 1")
+        check_float("top_p", self.top_p, 0.0, 1.0, above=True)
+        check_float("min_p", self.min_p, 0.0, 1.0)
         if self.seed is not None:
-            _check_int("seed", self.seed, -(2**63), 2**63 - 1)
+            check_int("seed", self.seed, -(2**63), 2**63 - 1)
         if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, 1, None)
-        _check_int("min_tokens", self.min_tokens, 0, self.max_tokens, allowed="0 to max_tokens")
+            check_int("max_tokens", self.max_tokens, 1, None)
+        check_int("min_tokens", self.min_tokens, 0, self.max_tokens, allowed="0 to max_tokens")
         self.output_kind = RequestOutputKind(self.output_kind)
 
     def _check_stops(self) -> None:
@@ -152,13 +152,13 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
         if self.stop and not self.detokenize:
             raise ValueError("stop strings need detokenize=True")
         for token in self.stop_token_ids:
-            _check_int("stop_token_ids", token, 0, None)
+            check_int("stop_token_ids", token, 0, None)
         self.stop_token_ids = list(dict.fromkeys(self.stop_token_ids))
 
     def _check_penalties(self) -> None:
         for name in ("presence_penalty", "frequency_penalty"):
-            _check_float(name, getattr(self, name), -MAX_PENALTY, MAX_PENALTY)
-        if not _is_finite(self.repetition_penalty) or self.repetition_penalty <= 0:
+            check_float(name, getattr(self, name), -MAX_PENALTY, MAX_PENALTY)
+        if not is_finite(self.repetition_penalty) or self.repetition_penalty <= 0:
             raise ValueError(f"repetition_penalty must be a finite number above 0, got {self.repetition_penalty!r}")
 
     def _check_token_limits(self) -> None:
@@ -170,7 +170,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
             if not isinstance(sequence, list) or not sequence:
                 raise ValueError(f"bad_words_token_ids must hold non-empty lists of token ids, got {sequence!r}")
             for token in sequence:
-                _check_int("bad_words_token_ids", token, 0, None)
+                check_int("bad_words_token_ids", token, 0, None)
         if len(self.bad_words_token_ids) > MAX_BAD_WORDS:
             raise ValueError(
                 f"bad_words must be at most {MAX_BAD_WORDS} token sequences (a word may be several: with and without a "
@@ -180,19 +180,19 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
             if not isinstance(self.allowed_token_ids, list) or not self.allowed_token_ids:
                 raise ValueError(f"allowed_token_ids must be a non-empty list or None, got {self.allowed_token_ids!r}")
             for token in self.allowed_token_ids:
-                _check_int("allowed_token_ids", token, 0, None)
+                check_int("allowed_token_ids", token, 0, None)
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, dict):
                 raise ValueError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}")
             for token, bias in self.logit_bias.items():
-                _check_int("logit_bias", token, 0, None, allowed="a token id, for each key")
-                if not _is_finite(bias):
+                check_int("logit_bias", token, 0, None, allowed="a token id, for each key")
+                if not is_finite(bias):
                     raise ValueError(f"logit_bias must map token ids to finite numbers, got {bias!r} for {token}")
 
     def _check_logprobs(self) -> None:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                _check_int(name, getattr(self, name), -1, None, allowed="at least 0, or -1 (the whole vocabulary)")
+                check_int(name, getattr(self, name), -1, None, allowed="at least 0, or -1 (the whole vocabulary)")
         skip = self.skip_reading_prefix_cache
         if skip is not None and not isinstance(skip, bool):
             raise ValueError(f"skip_reading_prefix_cache must be True, False or None, got {skip!r}")
@@ -204,26 +204,26 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
 
     def _check_output(self) -> None:
         if self.stream_interval is not None:
-            _check_int("stream_interval", self.stream_interval, 1, None)
+            check_int("stream_interval", self.stream_interval, 1, None)
         if self.extra_args is not None:
             if not isinstance(self.extra_args, dict):
                 raise ValueError(f"extra_args must be a dictionary or None, got {self.extra_args!r}")
             _check_plain("extra_args", self.extra_args)
 
 
-def _check_int(name: str, value: Any, low: int, high: int | None, allowed: str | None = None) -> None:
+def check_int(name: str, value: Any, low: int, high: int | None, allowed: str | None = None) -> None:
     valid = isinstance(value, int) and not isinstance(value, bool)
     if not valid or value < low or (high is not None and value > high):
         limits = allowed or (f"{low} to {high}" if high is not None else f"at least {low}")
         raise ValueError(f"{name} must be an integer, {limits}; got {value!r}")
 
 
-def _check_float(name: str, value: Any, low: float, high: float, above: bool = False) -> None:
-    if not _is_finite(value) or value > high or value < low or (above and value == low):
+def check_float(name: str, value: Any, low: float, high: float, above: bool = False) -> None:
+    if not is_finite(value) or value > high or value < low or (above and value == low):
         raise ValueError(f"{name} must be a number in {'(' if above else '['}{low}, {high}], got {value!r}")
 
 
-def _is_finite(value: Any) -> bool:
+def is_finite(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 

@@ -325,7 +325,7 @@ class Scheduler:
     def _dispatch(self, plan: StepPlan) -> SchedulerOutput:
         self._step = plan.step
         sampling = plan.decodes + plan.sampling_chunks if plan.sampling_chunks else plan.decodes
-        self._in_flight.append(DispatchedStep(plan.step, sampling))
+        self._in_flight.append(DispatchedStep(plan.step, sampling, plan.prompt_logprobs_of()))
         self._stats.num_scheduled_tokens += self.config.max_num_batched_tokens - plan.budget
         return plan.to_message(self._kv.num_groups, self._known_tokens)
 
@@ -402,21 +402,28 @@ class Scheduler:
                 f"step {step.step}: {len(requests)} requests sample, the workers returned {len(tokens)} tokens"
             )
         self._rows.complete(step.step)
+        for piece in output.prompt_logprobs:
+            step.prompt_logprobs_of[piece.row].prompt_logprobs.append(piece)
+        logprobs = output.logprobs
         if step.has_late:
             live = [request.status is not RequestStatus.FINISHED for request in requests]
             requests, tokens = list(compress(requests, live)), array("i", compress(tokens, live))
+            if logprobs is not None:
+                logprobs = logprobs.select(index for index, is_live in enumerate(live) if is_live)
         clients = list(self._requests_of_client)
         ended = self._append_tokens(requests, tokens)
         started: list[Request] = []
         if self._not_started:
             started = [request for request in requests if request in self._not_started]
             self._not_started.difference_update(started)
+            for request in started:
+                request.has_started = True
         for request, _ in ended:
             self._finish(request)
         if ended:
             self._drop_finished_from_running()
         outputs = collect_outputs(
-            requests, tokens, ended, started, clients[0] if len(clients) == 1 else None, self._clock()
+            requests, tokens, logprobs, ended, started, clients[0] if len(clients) == 1 else None, self._clock()
         )
         for first in outputs.values():
             first.stats = self.make_stats()

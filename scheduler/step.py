@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from scheduler.output import BlockAppends, NewRequestData, SchedulerOutput, pack_int32
 from scheduler.request import Request, RequestStatus
+from scheduler.sampling_params import SamplingParams
 
 
 class StepPlan:
@@ -70,9 +71,21 @@ class StepPlan:
             num_prompt_tokens=request.num_prompt_tokens,
             num_computed_tokens=request.num_computed_tokens - count,
             block_ids=[pack_int32(table) for table in request.kv.tables],
-            sampling_params=request.sampling_params,
+            sampling_params=self._params(request),
             stop_ids_until_min_tokens=request.stop_ids_until_min_tokens,
         )
+
+    @staticmethod
+    def _params(request: Request) -> SamplingParams:
+        params = request.sampling_params
+        if params.prompt_logprobs is not None and not request.needs_prompt_logprobs:
+            # It resumes after its first token: they are delivered.
+            return params.clone(prompt_logprobs=None)
+        return params
+
+    def prompt_logprobs_of(self) -> dict[int, Request]:
+        """By row, the requests whose prompt log-probabilities this step may compute."""
+        return {request.row: request for request, _ in self.chunks if request.needs_prompt_logprobs}
 
     def _block_appends(self, num_groups: int) -> list[BlockAppends]:
         rows: list[int] = []
@@ -96,10 +109,12 @@ class DispatchedStep:
     Attributes:
         sampling: Requests that sample in it, in batch order.
         has_late: Some of them ended meanwhile; their results are dropped.
+        prompt_logprobs_of: By row, requests whose prompt log-probabilities it may bring.
     """
 
     step: int
     sampling: list[Request]
+    prompt_logprobs_of: dict[int, Request]
     has_late: bool = False
 
 

@@ -175,8 +175,8 @@ def _canonical_json(name: str, value: Any, types: tuple[type, ...], allowed: str
 def _check_nesting(name: str, value: Any) -> None:
     """Level by level, so that no depth (nor a cycle) exhausts the stack."""
     level = [value]
-    for _ in range(MAX_NESTING + 1):
-        level = [child for node in level for child in _children(node)]
+    for _ in range(MAX_NESTING):
+        level = [child for node in level for child in _children(node) if isinstance(child, (dict, list, tuple))]
         if not level:
             return
     raise ValueError(f"structured_outputs.{name} must be nested at most {MAX_NESTING} deep")

@@ -34,3 +34,19 @@ def smollm2_dir() -> Path:
     from engine_actors.fetch_model import fetch_model
 
     return fetch_model("smollm2-135m-instruct")
+
+
+@pytest.fixture(scope="session")
+def random_llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small float32 Llama with random weights and a byte-level tokenizer of 512 tokens."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from tests.fakes import CONFIG, byte_level_tokenizer
+
+    folder = tmp_path_factory.mktemp("models") / "random-llama"
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**CONFIG)).save_pretrained(folder)
+    byte_level_tokenizer().save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    return folder

@@ -29,7 +29,7 @@ class CompileLimits(msgspec.Struct, frozen=True, array_like=True):
     timeout_s: float = 60.0
     memory_bytes: int = 2 * 1024**3
     grammar_bytes: int = 128 * 1024**2
-    mask_cpu_s: float = 0.25
+    mask_cpu_s: float = 0.1
     num_workers: int = 4
 
 

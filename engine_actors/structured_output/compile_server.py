@@ -122,7 +122,10 @@ class Server:
             worker.job = request.job
             worker.started_s, worker.started_cpu_s = time.monotonic(), _cpu_seconds(worker.pid)
             worker.num_jobs += 1
-            worker.connection.sendall(encode(request))
+            try:
+                worker.connection.sendall(encode(request))
+            except OSError:  # it died since its last job
+                self._report_death(worker)
 
     def _fork(self) -> _Worker:
         ours, theirs = socket.socketpair()
@@ -150,7 +153,12 @@ class Server:
             os._exit(0)
 
     def _receive(self, worker: _Worker) -> None:
-        data = worker.connection.recv(_READ_BYTES)
+        if worker not in self._workers:
+            return  # killed by an earlier event of the same round
+        try:
+            data = worker.connection.recv(_READ_BYTES)
+        except ConnectionResetError:  # it died with a message unread
+            data = b""
         if not data:
             self._report_death(worker)
             return

@@ -109,6 +109,8 @@ def _tokens(text: str) -> list[_Token]:
         kind = str(match.lastgroup)
         if kind == "lookahead":
             raise _error("lookahead (= … ) is not supported", line, column)
+        if match[0] in _MACROS and text.startswith("(", match.end()):
+            raise _error(f"the macro {match[0]}(…) is not supported", line, column)
         if kind not in ("space", "newline"):
             tokens.append(_Token(kind, match[0], line, column))
         position = match.end()
@@ -182,8 +184,6 @@ class _Parser:
         if token.kind == "set":
             return Terminal(Chars(_set(token)))
         if token.kind == "name":
-            if token.text in _MACROS:
-                raise _error(f"the macro {token.text}(…) is not supported", token.line, token.column)
             return Reference(token.text, token.line)
         self._depth += 1
         if self._depth > MAX_GROUP_DEPTH:

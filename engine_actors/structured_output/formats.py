@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 
-from engine_actors.structured_output.regex import Regex, max_length, min_length
+from engine_actors.structured_output.regex import Regex, is_empty_set, max_length, min_length, with_length
 from engine_actors.structured_output.regex_parser import parse_full
 
 # Years with four digits from 1000 on: validators disagree about year 0.
@@ -101,9 +101,11 @@ def _parsed(name: str) -> tuple[Regex, ...]:
 
 
 def format_regex(name: str, low: int, high: int | None) -> Regex | None:
-    """Texts of a supported format, all with `low` to `high` characters. None: no variant has only such."""
-    for variant in _parsed(name):
+    """Texts of a supported format, all with `low` to `high` characters. None: there are no such texts."""
+    variants = _parsed(name)
+    for variant in variants:
         longest = max_length(variant)
         if min_length(variant) >= low and (high is None or (longest is not None and longest <= high)):
             return variant
-    return None
+    bounded = (with_length(variant, low, high) for variant in variants)
+    return next((regex for regex in bounded if not is_empty_set(regex)), None)

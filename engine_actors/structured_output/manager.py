@@ -87,7 +87,7 @@ class StructuredOutputManager(GrammarManager):
         cache_bytes: int = 256 * 1024**2,
         cache_entries: int = 1024,
         timeout_memory_s: float = 60.0,
-        token_limit_s: float = 1.0,
+        token_limit_s: float = 0.5,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._backend = backend
@@ -273,16 +273,16 @@ class StructuredOutputManager(GrammarManager):
         return GrammarBitmask(pack_int32(filled), self._masks[: len(filled)].tobytes())
 
     def release(self, request_id: str) -> None:
+        self._failures = [each for each in self._failures if each.request_id != request_id]
         request = self._requests.pop(request_id, None)
         if request is None:
             return
         self._ready = [each for each in self._ready if each != request_id]
-        self._failures = [each for each in self._failures if each.request_id != request_id]
         compilation = self._compilations.get(request.spec)
         if compilation is None or request_id not in compilation.waiting:
             return
         compilation.waiting.discard(request_id)
-        if not compilation.waiting:
+        if not compilation.waiting and not compilation.future.done():
             del self._compilations[request.spec]
             compilation.future.cancel()
 

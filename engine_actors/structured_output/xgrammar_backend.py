@@ -58,7 +58,10 @@ class XGrammarBackend(StructuredOutputBackend):
         inner = self._compiler.compile(spec)
 
         def finish(done: Future[Any]) -> None:
-            if done.cancelled() or not compiled.set_running_or_notify_cancel():
+            if done.cancelled():
+                compiled.cancel()
+                return
+            if not compiled.set_running_or_notify_cancel():
                 return
             error = done.exception()
             if error is not None:

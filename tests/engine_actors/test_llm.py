@@ -60,6 +60,7 @@ def test_final_text_is_what_decoding_the_tokens_gives(llm: LLM) -> None:
     [
         ([[5], [600]], GREEDY, "prompt", "token id 600"),
         ([[5], [6]], [GREEDY], "sampling_params", "holds 1 values for 2 prompts"),
+        ([[5], [6]], [], "sampling_params", "holds 0 values for 2 prompts"),
         ([[5], [6]], [GREEDY, "hot"], "sampling_params", "must be SamplingParams or None, got str"),
         ([5, 6], {"temperature": 0}, "sampling_params", "must be SamplingParams or None, got dict"),
     ],

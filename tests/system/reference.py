@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from engine_actors.fetch_model import cache_dir
@@ -15,15 +16,18 @@ PROMPT_LENGTHS = (
 )
 """30 lengths, on both sides of every block boundary that matters."""
 MAX_TOKENS = 64
+QUICK_LENGTHS = (1, 2, 16, 17, 33, 64, 129, 257, 513)
+QUICK_MAX_TOKENS = 40
+"""What `make test` runs of it; `make soak` runs all."""
 
 
-def mixed_prompts(tokenizer_dir: Path) -> list[list[int]]:
-    """Real English of each length in PROMPT_LENGTHS, no two with a common beginning."""
+def mixed_prompts(tokenizer_dir: Path, lengths: Sequence[int] = PROMPT_LENGTHS) -> list[list[int]]:
+    """Real English of each of `lengths`, no two with a common beginning."""
     from transformers import AutoTokenizer
 
     text = (ROOT / "LICENSE").read_text()
     ids = AutoTokenizer.from_pretrained(tokenizer_dir)(text)["input_ids"]
-    return [ids[37 * i : 37 * i + length] for i, length in enumerate(PROMPT_LENGTHS)]
+    return [ids[37 * i : 37 * i + length] for i, length in enumerate(lengths)]
 
 
 def greedy_reference(model_dir: Path, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:

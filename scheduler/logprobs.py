@@ -1,0 +1,79 @@
+"""Log-probabilities on their way from the workers to the front ends, as columns: a few copies per step, no objects.
+
+Made by `executors.logprobs`, cut and passed on by the scheduler, read by `engine_actors.logprobs`.
+"""
+
+from __future__ import annotations
+
+import array
+import sys
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
+from typing import Any
+
+import msgspec
+
+LogprobsRow = tuple[list[int], list[float], int]
+"""Of one token: ids and log-probabilities of its entries (itself first), and its rank. No entries: none asked for."""
+
+
+class TokenLogprobs(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """Of some tokens, one after the other.
+
+    Attributes:
+        num_entries: int32 column [num_tokens]: entries of each token; 0 where none were asked for.
+        token_ids: int32 column of all entries: for each token itself, then the most likely ones in their order.
+        logprobs: float32 column, likewise.
+        ranks: int32 column [num_tokens]: of the token itself, from 1; 0 where none were asked for.
+    """
+
+    num_entries: bytes
+    token_ids: bytes
+    logprobs: bytes
+    ranks: bytes
+
+    def select(self, tokens: Iterable[int]) -> TokenLogprobs:
+        """Those of some tokens, given by index."""
+        num_entries = unpack_column("i", self.num_entries)
+        ends = list(accumulate(num_entries))
+        parts: tuple[list[bytes], ...] = ([], [], [], [])
+        for index in tokens:
+            token = slice(4 * index, 4 * index + 4)
+            entries = slice(4 * (ends[index] - num_entries[index]), 4 * ends[index])
+            parts[0].append(self.num_entries[token])
+            parts[1].append(self.token_ids[entries])
+            parts[2].append(self.logprobs[entries])
+            parts[3].append(self.ranks[token])
+        return TokenLogprobs(*(b"".join(part) for part in parts))
+
+    def rows(self) -> Iterator[LogprobsRow]:
+        """Each token's."""
+        token_ids = unpack_column("i", self.token_ids).tolist()
+        logprobs = unpack_column("f", self.logprobs).tolist()
+        start = 0
+        for count, rank in zip(unpack_column("i", self.num_entries), unpack_column("i", self.ranks), strict=True):
+            yield token_ids[start : start + count], logprobs[start : start + count], rank
+            start += count
+
+
+class PromptLogprobs(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """Of consecutive prompt tokens of one request.
+
+    Attributes:
+        row: The request's, in the workers' persistent batch. No meaning beyond the scheduler.
+        start: Index of the first of these tokens in the prompt.
+        tokens: Log-probabilities.
+    """
+
+    row: int
+    start: int
+    tokens: TokenLogprobs
+
+
+def unpack_column(typecode: str, data: bytes) -> array.array[Any]:
+    """Little-endian column of 4-byte values: "i" (int32) or "f" (float32)."""
+    values = array.array(typecode)
+    values.frombytes(data)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values

@@ -1,0 +1,72 @@
+"""Log-probabilities are those of log_softmax, ranks and order exact with ties, columns cut without loss."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from executors.logprobs import compute_logprobs, most_likely, spread
+from scheduler.logprobs import TokenLogprobs
+
+
+def random_logits(num_rows: int, vocab_size: int, ties: bool = False) -> torch.Tensor:
+    logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(vocab_size)) * 3
+    return logits.round() if ties else logits
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize(("vocab_size", "count"), [(50, 5), (4096, 8), (4101, 8), (4101, 0), (300, 300), (20_000, 20)])
+def test_most_likely_tokens_are_the_first_of_a_stable_sort(vocab_size: int, count: int, ties: bool) -> None:
+    logits = random_logits(6, vocab_size, ties)
+    logits[0, ::3] = float("-inf")
+    logits[1] = -0.0
+    logits[1, 7] = 0.0
+    values, ids = most_likely(logits, count)
+    expected = logits.sort(dim=-1, descending=True, stable=True)
+    assert torch.equal(ids, expected.indices[:, :count])
+    assert torch.equal(values, expected.values[:, :count])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab_size", [40, 5000])
+def test_logprobs_are_log_softmax_with_the_token_first(vocab_size: int, dtype: torch.dtype) -> None:
+    logits = random_logits(7, vocab_size).to(dtype)
+    before = logits.clone()
+    tokens = torch.arange(7) * 5
+    wanted = np.array([0, 1, 3, 5, 2, 0, 2**63 - 2])
+    columns = compute_logprobs(logits, tokens, wanted)
+    assert torch.equal(logits, before)
+    expected = logits.float().log_softmax(-1)
+    for index, (ids, logprobs, rank) in enumerate(columns.rows()):
+        count = min(int(wanted[index]), vocab_size)
+        order = expected[index].sort(descending=True, stable=True).indices[:count].tolist()
+        assert ids == [int(tokens[index]), *order]
+        torch.testing.assert_close(torch.tensor(logprobs), expected[index][ids], rtol=1e-5, atol=1e-5)
+        assert rank == int((logits[index] > logits[index, tokens[index]]).sum()) + 1
+
+
+def test_the_most_likely_tokens_own_logprob_is_bit_equal_to_the_largest() -> None:
+    logits = random_logits(20, 3000)
+    columns = compute_logprobs(logits, logits.argmax(-1), np.ones(20, dtype=np.int64))
+    assert all(logprobs[0] == logprobs[1] and rank == 1 for _, logprobs, rank in columns.rows())
+
+
+def test_columns_are_spread_and_selected_without_loss() -> None:
+    logits = random_logits(3, 100)
+    columns = compute_logprobs(logits, torch.tensor([3, 4, 5]), np.array([2, 0, 4]))
+    rows = list(columns.rows())
+    full = spread(columns, np.array([False, True, True, False, True]))
+    empty: tuple[list[int], list[float], int] = ([], [], 0)
+    assert list(full.rows()) == [empty, rows[0], rows[1], empty, rows[2]]
+    assert list(full.select([4, 0, 1]).rows()) == [rows[2], empty, rows[0]]
+    assert full.select([]) == TokenLogprobs(b"", b"", b"", b"")
+
+
+def test_a_rows_logprobs_do_not_depend_on_its_neighbours() -> None:
+    logits = random_logits(16, 6000, ties=True).to(torch.bfloat16)
+    wanted = np.arange(16)
+    together = list(compute_logprobs(logits, torch.arange(16), wanted).rows())
+    for index in range(16):
+        alone = compute_logprobs(logits[index : index + 1], torch.tensor([index]), wanted[index : index + 1])
+        assert list(alone.rows()) == [together[index]]
