@@ -166,6 +166,31 @@ def test_a_request_may_read_a_prefix_that_another_of_the_same_step_writes(model_
         executor.shutdown()
 
 
+def test_logprobs_of_prompts_and_tokens_are_the_same_in_chunks_beside_plain_greedy_rows(llama_dir: Path) -> None:
+    """Steps that want them take all rows through the last layer, or logits instead of greedy tokens."""
+    executor = make_executor(llama_dir)
+    params = SamplingParams(temperature=0, logprobs=2, prompt_logprobs=1)
+    try:
+        driver = StepDriver(executor, CACHE, SCHEDULER)
+        expected = driver.generate(PROMPTS[3:], 4)
+        seen = []
+        for chunk in (1000, 7):
+            requests = [driver.add(PROMPTS[3], params), driver.add(PROMPTS[4])]
+            prompt_logprobs = []
+            while len(requests[0].token_ids) < len(PROMPTS[3]) + 4:
+                output = driver.dispatch(requests, chunk).result(60)
+                assert output is not None
+                for piece in output.prompt_logprobs:
+                    prompt_logprobs.append(np.frombuffer(piece.tokens.logprobs, dtype="<f4").reshape(-1, 2))
+                driver.finish(requests, chunk, output)
+            seen.append(np.concatenate(prompt_logprobs))
+            assert requests[0].token_ids[len(PROMPTS[3]) :] == expected[0]
+    finally:
+        executor.shutdown()
+    assert seen[0].shape == (len(PROMPTS[3]) - 1, 2)
+    assert np.array_equal(seen[0], seen[1])
+
+
 def test_layers_one_by_one_have_the_bits_of_whole_steps(model_dir: Path) -> None:
     tokens = []
     for eager in (False, True):
