@@ -180,8 +180,8 @@ def test_logprobs_of_prompts_and_tokens_are_the_same_in_chunks_beside_plain_gree
             while len(requests[0].token_ids) < len(PROMPTS[3]) + 4:
                 output = driver.dispatch(requests, chunk).result(60)
                 assert output is not None
-                for piece in output.prompt_logprobs:
-                    prompt_logprobs.append(np.frombuffer(piece.tokens.logprobs, dtype="<f4").reshape(-1, 2))
+                pieces = [np.frombuffer(piece.tokens.logprobs, dtype="<f4") for piece in output.prompt_logprobs]
+                prompt_logprobs += [piece.reshape(-1, 2) for piece in pieces]
                 driver.finish(requests, chunk, output)
             seen.append(np.concatenate(prompt_logprobs))
             assert requests[0].token_ids[len(PROMPTS[3]) :] == expected[0]
