@@ -47,7 +47,7 @@ class NativeKernels:
 
         Args:
             num_threads: At least 1.
-            cpus: CPU of each thread, to pin threads 1 and up; empty leaves them to the scheduler.
+            cpus: CPU of each thread, the calling thread's first; empty leaves them to the scheduler.
         """
         if num_threads < 1:
             raise ValueError(f"num_threads must be at least 1, got {num_threads!r}")

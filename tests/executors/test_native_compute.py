@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
@@ -15,6 +17,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Pr
 
 from executors.base import ExecutorFailedError
 from executors.config import ModelConfig, ParallelConfig
+from executors.kernels import ops
 from executors.kernels.build import KernelBuildError
 from executors.kernels.library import NativeKernels
 from executors.kernels.threads import cpus_of_worker
@@ -269,6 +272,22 @@ def test_logits_that_are_not_numbers_fail_the_step_and_name_the_request(tmp_path
             driver.run_step(requests)
     finally:
         executor.shutdown()
+
+
+def test_the_thread_that_runs_steps_is_pinned_with_the_pool_and_let_go_with_it() -> None:
+    kernels = NativeKernels()
+    allowed = sorted(os.sched_getaffinity(0))
+    x = torch.zeros(1, 2, dtype=torch.bfloat16)
+    with ThreadPoolExecutor(1) as thread:
+
+        def places() -> list[int]:
+            ops.rms_norm(kernels, x, torch.ones(2), 1e-6)
+            return sorted(os.sched_getaffinity(0))
+
+        for cpus in ([], allowed[-1:], []):
+            kernels.set_num_threads(1, cpus)
+            assert thread.submit(places).result() == (cpus or allowed)
+    assert sorted(os.sched_getaffinity(0)) == allowed
 
 
 def test_threads_are_pinned_only_where_the_workers_have_all_processors(monkeypatch: pytest.MonkeyPatch) -> None:

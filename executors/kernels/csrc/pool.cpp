@@ -58,6 +58,19 @@ static void pin_current_thread(int cpu) {
   pthread_setaffinity_np(pthread_self(), sizeof set, &set);  // refused in some containers: then it runs anywhere
 }
 
+// A caller left to the scheduler is often put next to the worker it has just woken, and both then share one processor.
+// It goes back to where it was allowed before when the pool is no longer pinned.
+void Pool::place_caller() {
+  thread_local int placed_on = -1;
+  thread_local cpu_set_t before;
+  const int cpu = cpus_.empty() ? -1 : cpus_[0];
+  if (cpu == placed_on) return;
+  if (placed_on < 0) pthread_getaffinity_np(pthread_self(), sizeof before, &before);
+  if (cpu >= 0) pin_current_thread(cpu);
+  else pthread_setaffinity_np(pthread_self(), sizeof before, &before);
+  placed_on = cpu;
+}
+
 void Pool::set_threads(int threads, const int* cpus, int num_cpus) {
   std::lock_guard<std::mutex> lock(mutex_);
   stop();
@@ -106,6 +119,7 @@ void Pool::worker(int index, uint32_t seen) {
 void Pool::run(Job job, void* context, int threads) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (threads > threads_ || threads < 1) threads = threads_;
+  place_caller();
   barrier.reset(threads);
   if (threads == 1) {
     job(context, 0, 1);

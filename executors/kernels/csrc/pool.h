@@ -30,7 +30,7 @@ class Pool {
  public:
   typedef void (*Job)(void* context, int thread, int threads);
   static Pool& instance();
-  void set_threads(int threads, const int* cpus, int num_cpus);  // cpus: worker i runs on cpus[i]; none: not pinned
+  void set_threads(int threads, const int* cpus, int num_cpus);  // cpus: thread i runs on cpus[i]; none: not pinned
   int threads() const { return threads_; }
   void run(Job job, void* context, int threads);  // the caller is thread 0; concurrent callers take turns
   void forget_workers();  // in a forked child, where they do not exist: they are started again when needed
@@ -40,6 +40,7 @@ class Pool {
   Pool() = default;
   void stop();
   void start();
+  void place_caller();
   void worker(int index, uint32_t seen);
   std::mutex mutex_;
   std::vector<std::thread>* workers_ = new std::vector<std::thread>();
