@@ -15,5 +15,6 @@ def place_of_this_process() -> str:
 
 def place_of_worker(worker: Any) -> str:
     """Runs in each worker, through `collective_rpc`."""
-    device = getattr(worker, "device", None)
-    return f"{place_of_this_process()}" + (f", device {device}" if device is not None else "")
+    device, compute = getattr(worker, "device", None), getattr(worker, "compute_name", "")
+    parts = [place_of_this_process(), f"device {device}" if device is not None else "", compute]
+    return ", ".join(filter(None, parts))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 import numpy as np
 import torch
@@ -19,6 +20,17 @@ from executors.logits_processors import BatchView, LogitsProcessor
 from executors.logprobs import NOT_ASKED, LogprobsState
 from executors.sampling_state import SamplingState
 from scheduler.output import BlockAppends, NewRequestData, SchedulerOutput
+
+
+class Wanted(Enum):
+    """What is read of a step on a stage that samples; each includes what stands before it."""
+
+    GREEDY = "greedy tokens"
+    LOGITS = "logits of the rows that sample"
+    ANY_ROW = "logits of any row"
+
+
+_WANTED = tuple(Wanted)
 
 
 class InvalidStepError(ValueError):
@@ -108,15 +120,19 @@ class InputBatch:
         block_sizes: Sequence[int],
         device: torch.device,
         logits_processors: Sequence[type[LogitsProcessor]] = (),
+        *,
+        needs_prompt_lens: bool = True,
     ) -> None:
         """
         Args:
             block_sizes: Tokens per block of each KV group.
             logits_processors: The user's own.
+            needs_prompt_lens: Some layer reads `AttentionMetadata.prompt_lens`.
         """
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
         self.device = device
+        self._needs_prompt_lens = needs_prompt_lens
         # Zero pages cost nothing until they are written, so the array's nominal size does not matter.
         self.token_ids = np.zeros((max_num_seqs, max_model_len), dtype=np.int32)
         self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
@@ -129,6 +145,7 @@ class InputBatch:
         self.logits = LogitsPipeline(
             BatchView(self.token_ids, self.num_tokens, self.num_prompt_tokens), logits_processors
         )
+        self._wanted = np.zeros(max_num_seqs, dtype=np.int8)
         self._last_step = 0
 
     def apply(self, output: SchedulerOutput, *, append_known_tokens: bool) -> StepRows:
@@ -165,7 +182,9 @@ class InputBatch:
             token_rows = np.repeat(rows, counts)
             positions = np.arange(num_tokens) + np.repeat(num_computed - query_start_loc[:-1], counts)
         query_start_loc_t, seq_lens_t = self._to_device(query_start_loc), self._to_device(seq_lens.astype(np.int32))
-        prompt_lens_t = self._to_device(self.num_prompt_tokens[rows].astype(np.int32))
+        prompt_lens_t = None
+        if self._needs_prompt_lens:
+            prompt_lens_t = self._to_device(self.num_prompt_tokens[rows].astype(np.int32))
         max_query_len, max_seq_len = int(counts.max()), int(seq_lens.max())
         metadata = [
             AttentionMetadata(
@@ -189,13 +208,9 @@ class InputBatch:
             sample_indices=self._to_device(query_start_loc[1:][step.samples].astype(np.int64) - 1),
         )
 
-    def is_plain_greedy(self, rows: np.ndarray) -> bool:
-        """Whether the likeliest token of each of these rows, by unchanged logits, is all that is asked for."""
-        return (
-            self.sampling.is_greedy(rows)
-            and not self.logits.is_used(rows)
-            and bool((self.logprobs.num_logprobs[rows] == NOT_ASKED).all())
-        )
+    def wanted(self, step: StepRows) -> Wanted:
+        """What must be read of the step, as its rows' parameters have it."""
+        return _WANTED[int(self._wanted[step.rows].max())]
 
     def advance(self, step: StepRows) -> None:
         """The step's tokens are computed."""
@@ -234,6 +249,18 @@ class InputBatch:
         self.sampling.set_row(row, request)
         self.logits.set_row(row, request)
         self.logprobs.set_row(row, request)
+        self._wanted[row] = self._wanted_of(row)
+
+    def _wanted_of(self, row: int) -> int:
+        if self.logprobs.num_prompt_logprobs[row] != NOT_ASKED:
+            return _WANTED.index(Wanted.ANY_ROW)
+        rows = np.array([row])
+        plain = (
+            self.sampling.is_greedy(rows)
+            and not self.logits.is_used(rows)
+            and self.logprobs.num_logprobs[row] == NOT_ASKED
+        )
+        return _WANTED.index(Wanted.GREEDY if plain else Wanted.LOGITS)
 
     def _append_blocks(self, new_blocks: list[BlockAppends]) -> None:
         if len(new_blocks) != len(self.block_tables):

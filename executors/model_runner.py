@@ -14,12 +14,12 @@ import numpy as np
 import torch
 
 from executors.attention.base import AttentionMetadata
-from executors.input_batch import InputBatch, InvalidStepError, StepInputs, StepRows
+from executors.input_batch import InputBatch, InvalidStepError, StepInputs, StepRows, Wanted
 from executors.logits_processors import LogitsProcessor, apply_grammar_bitmask
 from executors.logprobs import NOT_ASKED, compute_logprobs, spread
 from executors.parallel_state import ParallelState
 from executors.sampler import sample
-from executors.step_compute import StepCompute, Wanted
+from executors.step_compute import StepCompute
 from kv.spec import KVCacheConfig
 from scheduler.config import SchedulerConfig
 from scheduler.logprobs import PromptLogprobs
@@ -72,6 +72,7 @@ class ModelRunner:
             [group.spec.block_size for group in config.groups],
             self._device,
             self._logits_processors,
+            needs_prompt_lens=config.has_non_causal_layers,
         )
         self._compute.bind(config)
         self._pending = None
@@ -94,7 +95,9 @@ class ModelRunner:
         rows = batch.apply(output, append_known_tokens=not self._parallel.is_last_stage)
         inputs = batch.prepare(rows)
         sampling_rows = rows.rows[rows.samples]
-        wanted = self._wanted(rows, sampling_rows, output.has_structured_output)
+        wanted = batch.wanted(rows)
+        if wanted is Wanted.GREEDY and output.has_structured_output:
+            wanted = Wanted.LOGITS
         self._compute.forward(inputs, wanted)
         batch.advance(rows)
         if not self._parallel.is_last_stage:
@@ -153,12 +156,6 @@ class ModelRunner:
             return asked, logits[torch.from_numpy(asked).to(self._device)]
         will_change = will_be_masked or batch.logits.is_used(rows)
         return asked, logits.clone() if will_change else logits
-
-    def _wanted(self, step: StepRows, sampling_rows: np.ndarray, structured: bool) -> Wanted:
-        batch = self._require_batch()
-        if (batch.logprobs.num_prompt_logprobs[step.rows] != NOT_ASKED).any():
-            return Wanted.ANY_ROW
-        return Wanted.GREEDY if not structured and batch.is_plain_greedy(sampling_rows) else Wanted.LOGITS
 
     def _prompt_logprobs(self, step: StepRows) -> list[PromptLogprobs]:
         """Those of prompt tokens that this step's positions predict. All TP ranks must call it: logits are gathered."""

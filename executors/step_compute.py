@@ -7,26 +7,17 @@ bring another (`executors.kernels.step`); `executors.worker` chooses once, the r
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from enum import Enum
 from typing import TYPE_CHECKING
 
 import torch
 
-from executors.input_batch import StepInputs
+from executors.input_batch import StepInputs, Wanted
 from executors.parallel_state import ParallelState
 from executors.sampler import sample
 from kv.spec import KVCacheConfig
 
 if TYPE_CHECKING:
     from executors.models.base import CausalLM
-
-
-class Wanted(Enum):
-    """What is read of a step on a stage that samples."""
-
-    GREEDY = "greedy_tokens"
-    LOGITS = "sampled_logits"
-    ANY_ROW = "sampled_logits, and logits_of any rows"
 
 
 class StepCompute(ABC):

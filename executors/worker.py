@@ -81,7 +81,7 @@ class Worker:
         self._scheduler_config = scheduler_config
         self._parallel_config = parallel_config
         self._num_threads = torch.get_num_threads()
-        self._compute_name = ""
+        self.compute_name = ""
         self._init_device()
         if isinstance(model_config, ModelConfig):
             model_config = resolve_model_config(model_config, self.device.type)
@@ -132,7 +132,7 @@ class Worker:
 
     def _make_compute(self, choice: ComputeChoice) -> StepCompute:
         """Also gives the worker's threads to whoever computes."""
-        self._compute_name = str(choice)
+        self.compute_name = str(choice)
         logger.info("rank %d computes with %s, %d threads", self.rank, choice, self._num_threads)
         if choice.kernels is not None:
             cpus = cpus_of_worker(self._num_threads, self.local_rank, self._num_workers_on_node, usable_cpus())
@@ -214,7 +214,7 @@ class Worker:
             "pp_rank": self.parallel.pp_rank,
             "device": str(self.device),
             "dtype": str(self.model_config.dtype).removeprefix("torch."),
-            "compute": self._compute_name,
+            "compute": self.compute_name,
             "num_threads": self._num_threads,
             "pid": os.getpid(),
             "host": platform.node(),

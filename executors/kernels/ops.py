@@ -221,16 +221,21 @@ def step_group(metadata: AttentionMetadata, num_blocks: int) -> abi.StepGroup:
     prompt_lens = metadata.prompt_lens
     if prompt_lens is not None and prompt_lens.dtype != torch.int32:
         raise ValueError(f"prompt_lens must be torch.int32, got {prompt_lens.dtype}")
-    return abi.StepGroup(
-        prompt_lens=0 if prompt_lens is None else prompt_lens.data_ptr(),
-        query_start_loc=metadata.query_start_loc.data_ptr(),
-        seq_lens=metadata.seq_lens.data_ptr(),
-        block_table=metadata.block_table.data_ptr(),
-        slot_mapping=metadata.slot_mapping.data_ptr(),
-        block_table_stride=metadata.block_table.stride(0),
-        num_blocks=num_blocks,
-        block_size=metadata.block_size,
-    )
+    group = abi.StepGroup(num_blocks=num_blocks)
+    fill_step_group(group, metadata)
+    return group
+
+
+def fill_step_group(group: abi.StepGroup, metadata: AttentionMetadata) -> None:
+    """All of a group but `num_blocks`, from tensors known to be of the types that `step_group` checks."""
+    block_table, prompt_lens = metadata.block_table, metadata.prompt_lens
+    group.query_start_loc = metadata.query_start_loc.data_ptr()
+    group.seq_lens = metadata.seq_lens.data_ptr()
+    group.block_table = block_table.data_ptr()
+    group.slot_mapping = metadata.slot_mapping.data_ptr()
+    group.prompt_lens = 0 if prompt_lens is None else prompt_lens.data_ptr()
+    group.block_table_stride = block_table.stride(0)
+    group.block_size = metadata.block_size
 
 
 def qkv_op(

@@ -143,7 +143,13 @@ class DecoderProgram:
         self._ops = self._record(group_of_layer)
         array = (abi.Op * len(self._ops))(*self._ops)
         self._handle = self._kernels.library.ea_program_create(self._kernels.isa_index, array, len(self._ops))
-        self._groups = (abi.StepGroup * len(self._group_names))()
+        # Filled anew in each step.
+        self._group_array = (abi.StepGroup * len(self._group_names))(
+            *(abi.StepGroup(num_blocks=self._num_blocks[name]) for name in self._group_names)
+        )
+        self._groups = list(self._group_array)  # views, not copies
+        self._step = abi.Step(groups=ctypes.addressof(self._group_array), num_groups=len(self._group_names))
+        self._step_address = ctypes.addressof(self._step)
 
     def run(
         self,
@@ -182,21 +188,18 @@ class DecoderProgram:
         if want_logits and self._logits is None:
             self._logits = torch.zeros(self.max_num_samples, self._decoder.head.num_outputs)
             self._rebind_logits()
-        for index, name in enumerate(self._group_names):
-            self._groups[index] = ops.step_group(metadata[name], self._num_blocks[name])
-        step = abi.Step(
-            input_ids=input_ids.data_ptr(),
-            positions=positions.data_ptr(),
-            sample_rows=sample_rows.data_ptr(),
-            groups=ctypes.addressof(self._groups),
-            num_tokens=num_tokens,
-            num_reqs=metadata[self._group_names[0]].num_reqs,
-            num_samples=num_samples,
-            num_groups=len(self._group_names),
-            profile=0 if profile is None else profile.data_ptr(),
-            outputs=want_greedy * abi.GREEDY_OUTPUT | want_logits * abi.LOGITS_OUTPUT,
-        )
-        check_status(self._kernels.library.ea_program_run(self._handle, ctypes.byref(step), num_threads))
+        for group, name in zip(self._groups, self._group_names, strict=True):
+            ops.fill_step_group(group, metadata[name])
+        step = self._step
+        step.input_ids = input_ids.data_ptr()
+        step.positions = positions.data_ptr()
+        step.sample_rows = sample_rows.data_ptr()
+        step.num_tokens = num_tokens
+        step.num_reqs = metadata[self._group_names[0]].num_reqs
+        step.num_samples = num_samples
+        step.profile = 0 if profile is None else profile.data_ptr()
+        step.outputs = want_greedy * abi.GREEDY_OUTPUT | want_logits * abi.LOGITS_OUTPUT
+        check_status(self._kernels.library.ea_program_run(self._handle, self._step_address, num_threads))
         return self._greedy[:num_samples], self._logits[
             :num_samples
         ] if want_logits and self._logits is not None else None

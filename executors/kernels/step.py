@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import torch
 
-from executors.input_batch import StepInputs
+from executors.input_batch import StepInputs, Wanted
 from executors.kernels import ops
 from executors.kernels.decoder import decoder_of
 from executors.kernels.library import NativeKernels
 from executors.kernels.program import DecoderProgram
 from executors.models.decoder import DecoderLM
-from executors.step_compute import StepCompute, Wanted
+from executors.step_compute import StepCompute
 from kv.spec import KVCacheConfig
 
 

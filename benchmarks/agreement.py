@@ -1,0 +1,104 @@
+"""How far the engine's greedy texts agree with transformers' in bfloat16: computed in bfloat16, and in float32.
+
+    python benchmarks/agreement.py [MODEL_DIR] [--prompts 200] [--tokens 64]
+
+Prompts are passages of this repository's documentation. Two texts agree up to their first different token; after it
+they are different texts. Prints, for each engine, the share of tokens before that place and of texts without one.
+transformers in float32 shows what rounding to bfloat16 alone costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+Texts = list[list[int]]
+PROMPT_LENGTHS = (8, 16, 32, 64)
+
+
+def passages(model: str, count: int) -> Texts:
+    """Token ids of `count` passages, spread evenly over the documentation."""
+    from transformers import AutoTokenizer
+
+    files = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    text = "\n\n".join(path.read_text() for path in files)
+    ids = AutoTokenizer.from_pretrained(model)(text)["input_ids"]
+    step = (len(ids) - max(PROMPT_LENGTHS)) // count
+    if step < 1:
+        raise SystemExit(f"--prompts must be below {len(ids) - max(PROMPT_LENGTHS)}, the tokens there are, got {count}")
+    lengths = [PROMPT_LENGTHS[i % len(PROMPT_LENGTHS)] for i in range(count)]
+    return [ids[i * step : i * step + length] for i, length in enumerate(lengths)]
+
+
+def by_engine(model: str, dtype: str, prompts: Texts, num_tokens: int) -> Texts:
+    from engine_actors import LLM, SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+    with LLM(
+        model=model, dtype=dtype, max_model_len=1024, engine_core="inproc", distributed_executor_backend="uni"
+    ) as llm:
+        return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params)]
+
+
+def by_transformers(model: str, dtype: str, prompts: Texts, num_tokens: int) -> Texts:
+    """One prompt at a time: padding would change the bits."""
+    import torch
+    from tqdm import tqdm
+    from transformers import AutoModelForCausalLM
+
+    lm = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
+    lm.generation_config.eos_token_id = None
+    texts = []
+    for prompt in tqdm(prompts, desc=f"transformers {dtype}"):
+        ids = torch.tensor([prompt])
+        out = lm.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=num_tokens, pad_token_id=0
+        )
+        texts.append(out[0, len(prompt) :].tolist())
+    return texts
+
+
+def agreement(texts: Texts, reference: Texts) -> tuple[float, float]:
+    """(share of tokens before the first difference, share of texts without one)."""
+    common = [
+        next((i for i, (a, b) in enumerate(zip(text, other, strict=True)) if a != b), len(other))
+        for text, other in zip(texts, reference, strict=True)
+    ]
+    return sum(common) / sum(map(len, reference)), sum(
+        count == len(other) for count, other in zip(common, reference, strict=True)
+    ) / len(reference)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("model", nargs="?")
+    parser.add_argument("--prompts", type=int, default=200)
+    parser.add_argument("--tokens", type=int, default=64)
+    args = parser.parse_args()
+    if not args.model:
+        from engine_actors.fetch_model import fetch_model
+
+        args.model = str(fetch_model())
+    prompts = passages(args.model, args.prompts)
+    work = (prompts, args.tokens)
+    reference = by_transformers(args.model, "bfloat16", *work)
+    rows = {
+        "engine, bfloat16": by_engine(args.model, "bfloat16", *work),
+        "engine, float32": by_engine(args.model, "float32", *work),
+        "transformers, float32": by_transformers(args.model, "float32", *work),
+    }
+    print(f"{args.prompts} prompts, {args.tokens} tokens each; against transformers in bfloat16")
+    print(f"{'':<24}{'tokens':>10}{'texts':>10}")
+    for name, texts in rows.items():
+        tokens, whole = agreement(texts, reference)
+        print(f"{name:<24}{tokens:>10.1%}{whole:>10.1%}")
+    tokens, whole = agreement(rows["engine, bfloat16"], rows["engine, float32"])
+    print(f"engine, bfloat16 against float32: {tokens:.1%} of tokens, {whole:.1%} of texts")
+
+
+if __name__ == "__main__":
+    main()
