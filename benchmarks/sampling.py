@@ -210,7 +210,7 @@ def ask(child: subprocess.Popen[str], case: list[Any]) -> float:
     child.stdin.flush()
     answer = child.stdout.readline()
     if not answer:
-        raise RuntimeError(f"{child.args} ended (exit status {child.wait()}) in case {case}")
+        raise RuntimeError(f"{child.args!r} ended (exit status {child.wait()}) in case {case}")
     return float(json.loads(answer))
 
 
