@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("xgrammar")
-
 from engine_actors.structured_output.compile_messages import CompileLimits
 from engine_actors.structured_output.compiler import CompilerDiedError
 from engine_actors.structured_output.xgrammar_backend import XGrammarBackend
