@@ -58,11 +58,16 @@ def by_row(logits: torch.Tensor, token_ids: torch.Tensor, num_most_likely: np.nd
     ids: list[np.ndarray] = []
     logprobs: list[np.ndarray] = []
     ranks: list[int] = []
+    # Filled anew for each row: fresh memory costs more than the arithmetic.
+    row_logprobs = torch.empty(logits.shape[1])
+    as_float32 = None if logits.dtype == torch.float32 else torch.empty(logits.shape[1])
     for row, token_id, count in zip(logits, token_ids.tolist(), num_most_likely.tolist(), strict=True):
-        row = row.to(torch.float32)
+        if as_float32 is not None:
+            row = as_float32.copy_(row)
         values = row.numpy()
         ids.append(np.concatenate([[token_id], _first_of_row(row, values, count)]))
-        logprobs.append(row.log_softmax(-1).numpy()[ids[-1]])
+        torch.log_softmax(row, -1, out=row_logprobs)
+        logprobs.append(row_logprobs.numpy()[ids[-1]])
         ranks.append(1 + int(np.count_nonzero(values > values[token_id])))
     lengths = np.fromiter(map(len, ids), dtype="<i4", count=len(ids))
     return TokenLogprobs(
