@@ -67,7 +67,7 @@ class InputProcessor:
         self.vocab_size = resolved.vocab_size
         generation = _generation_config(resolved) if config.generation_config == "auto" else {}
         self.eos_token_ids = _eos_token_ids(resolved, generation, tokenizer)
-        self._checker = ParamsChecker(self.vocab_size, tokenizer, config.max_logprobs)
+        self._checker = ParamsChecker(self.vocab_size, tokenizer, self.eos_token_ids, config.max_logprobs)
         self._defaults = _default_params(generation)
         self._seed = _mix(config.model_config.seed & _MASK64, client_index)
         self._serials = itertools.count(1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from engine_actors.errors import InvalidRequestError
@@ -14,12 +14,14 @@ class ParamsChecker:
 
     Args:
         tokenizer: A transformers tokenizer; None when the engine works on token ids alone.
+        eos_token_ids: Not sampled before min_tokens.
         max_logprobs: See EngineConfig.
     """
 
-    def __init__(self, vocab_size: int, tokenizer: Any | None, max_logprobs: int) -> None:
+    def __init__(self, vocab_size: int, tokenizer: Any | None, eos_token_ids: Sequence[int], max_logprobs: int) -> None:
         self._vocab_size = vocab_size
         self._tokenizer = tokenizer
+        self._eos_token_ids = eos_token_ids
         self._max_logprobs = vocab_size if max_logprobs == -1 else min(max_logprobs, vocab_size)
 
     def check(self, params: SamplingParams, *, limit_logprobs: bool = True) -> None:
@@ -79,10 +81,12 @@ class ParamsChecker:
             )
         return [list(sequence) for sequence in sequences]
 
-    @staticmethod
-    def _check_something_allowed(params: SamplingParams, allowed: list[int]) -> None:
+    def _check_something_allowed(self, params: SamplingParams, allowed: list[int]) -> None:
         forbidden = {sequence[0] for sequence in params.bad_words_token_ids if len(sequence) == 1}
+        if params.min_tokens:
+            forbidden.update(params.stop_token_ids, () if params.ignore_eos else self._eos_token_ids)
         if forbidden.issuperset(allowed):
             raise InvalidRequestError(
-                f"allowed_token_ids {allowed!r} are all bad_words: no token is left", "allowed_token_ids"
+                f"allowed_token_ids {allowed!r} leaves no token: all are bad_words, or stop tokens before min_tokens",
+                "allowed_token_ids",
             )

@@ -11,8 +11,8 @@ import torch
 from scheduler.logprobs import TokenLogprobs
 from scheduler.output import NewRequestData
 
-MAX_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 25}
-"""Of logits worked on at once: cache-sized on CPU, memory-bounded on CUDA."""
+MAX_ELEMENTS = 1 << 25
+"""Of logits that `by_chunk` works on at once."""
 
 BLOCK = 64
 """Tokens of a block in the search for the most likely ones: only blocks with a large maximum are looked into."""
@@ -48,29 +48,69 @@ def compute_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_most_lik
         token_ids: int64 [n], on the logits' device.
         num_most_likely: int64 [n], how many others each row wants.
     """
+    num_most_likely = np.minimum(num_most_likely, logits.shape[1])
+    compute = by_row if logits.device.type == "cpu" else by_chunk
+    return compute(logits, token_ids, num_most_likely)
+
+
+def by_row(logits: torch.Tensor, token_ids: torch.Tensor, num_most_likely: np.ndarray) -> TokenLogprobs:
+    """For CPUs: a row stays in the cache, and numpy's small operations cost a fraction of torch's."""
+    ids: list[np.ndarray] = []
+    logprobs: list[np.ndarray] = []
+    ranks: list[int] = []
+    # Filled anew for each row: fresh memory costs more than the arithmetic.
+    row_logprobs = torch.empty(logits.shape[1])
+    as_float32 = None if logits.dtype == torch.float32 else torch.empty(logits.shape[1])
+    for row, token_id, count in zip(logits, token_ids.tolist(), num_most_likely.tolist(), strict=True):
+        if as_float32 is not None:
+            row = as_float32.copy_(row)
+        values = row.numpy()
+        ids.append(np.concatenate([[token_id], _first_of_row(row, values, count)]))
+        torch.log_softmax(row, -1, out=row_logprobs)
+        logprobs.append(row_logprobs.numpy()[ids[-1]])
+        ranks.append(1 + int(np.count_nonzero(values > values[token_id])))
+    lengths = np.fromiter(map(len, ids), dtype="<i4", count=len(ids))
+    return TokenLogprobs(
+        lengths.tobytes(),
+        np.concatenate(ids).astype("<i4").tobytes(),
+        np.concatenate(logprobs).astype("<f4").tobytes(),
+        np.array(ranks, dtype="<i4").tobytes(),
+    )
+
+
+def _first_of_row(row: torch.Tensor, values: np.ndarray, count: int) -> np.ndarray:
+    """The `count` tokens of the largest values, descending, equal ones by ascending id. `values` is `row`'s."""
+    vocab_size = len(values)
+    if count == 0:
+        return np.zeros(0, dtype=np.int64)
+    num_blocks = vocab_size // BLOCK
+    if count * 4 > num_blocks:
+        bound = np.partition(values, vocab_size - count)[vocab_size - count]
+    else:
+        # So many blocks have a value as large as this; no token below it is among the first.
+        bound = row[: num_blocks * BLOCK].view(num_blocks, BLOCK).amax(-1).topk(count).values[-1].item()
+    candidates = np.flatnonzero(values >= bound)
+    return candidates[np.argsort(-values[candidates], kind="stable")[:count]]
+
+
+def by_chunk(logits: torch.Tensor, token_ids: torch.Tensor, num_most_likely: np.ndarray) -> TokenLogprobs:
+    """For accelerators: many rows at once."""
     num_rows, vocab_size = logits.shape
-    num_most_likely = np.minimum(num_most_likely, vocab_size)
     width = int(num_most_likely.max())
     ids = np.empty((num_rows, 1 + width), dtype="<i4")
     logprobs = np.empty((num_rows, 1 + width), dtype="<f4")
     ranks = np.empty(num_rows, dtype="<i4")
-    step = max(1, MAX_ELEMENTS[logits.device.type] // vocab_size)
+    step = max(1, MAX_ELEMENTS // vocab_size)
     for start in range(0, num_rows, step):
         rows = slice(start, start + step)
         chunk, tokens = logits[rows].to(torch.float32), token_ids[rows].unsqueeze(-1)
-        chosen = chunk.gather(-1, tokens)
-        largest, largest_ids = most_likely(chunk, width)
-        values, all_ids = torch.cat([chosen, largest], -1), torch.cat([tokens, largest_ids], -1)
-        ranks[rows] = ((chunk > chosen).sum(-1) + 1).cpu().numpy()
-        logprobs[rows] = (values - log_totals(chunk)).cpu().numpy()
+        all_ids = torch.cat([tokens, most_likely(chunk, width)], -1)
+        ranks[rows] = ((chunk > chunk.gather(-1, tokens)).sum(-1) + 1).cpu().numpy()
+        logprobs[rows] = chunk.log_softmax(-1).gather(-1, all_ids).cpu().numpy()
         ids[rows] = all_ids.cpu().numpy()
     wanted = np.arange(1 + width) <= num_most_likely[:, None]
-    return TokenLogprobs(
-        (num_most_likely + 1).astype("<i4").tobytes(),
-        ids[wanted].tobytes(),
-        logprobs[wanted].tobytes(),
-        ranks.tobytes(),
-    )
+    lengths = (num_most_likely + 1).astype("<i4")
+    return TokenLogprobs(lengths.tobytes(), ids[wanted].tobytes(), logprobs[wanted].tobytes(), ranks.tobytes())
 
 
 def spread(logprobs: TokenLogprobs, asked: np.ndarray) -> TokenLogprobs:
@@ -85,31 +125,24 @@ def spread(logprobs: TokenLogprobs, asked: np.ndarray) -> TokenLogprobs:
     return TokenLogprobs(columns[0], logprobs.token_ids, logprobs.logprobs, columns[1])
 
 
-def log_totals(logits: torch.Tensor) -> torch.Tensor:
-    """Logarithm of each row's sum of exp(logit). float32 [n, vocab_size] → float32 [n, 1]."""
-    largest = logits.amax(-1, keepdim=True)
-    return (logits - largest).exp_().sum(-1, keepdim=True).log_().add_(largest)
-
-
-def most_likely(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `count` largest logits of each row, descending, equal ones by ascending token id.
+def most_likely(logits: torch.Tensor, count: int) -> torch.Tensor:
+    """The tokens of the `count` largest logits of each row, descending, equal ones by ascending id.
 
     Args:
         logits: float32 [n, vocab_size].
 
     Returns:
-        float32 and int64 [n, count]: logits, token ids.
+        int64 [n, count].
     """
     num_rows, vocab_size = logits.shape
     num_blocks = vocab_size // BLOCK
     if count == 0:
-        return logits[:, :0], torch.empty(num_rows, 0, dtype=torch.int64, device=logits.device)
+        return torch.empty(num_rows, 0, dtype=torch.int64, device=logits.device)
     if count == vocab_size:
-        return logits.sort(dim=-1, descending=True, stable=True)
+        return logits.sort(dim=-1, descending=True, stable=True).indices
     if count * 4 > num_blocks:
         ids = torch.arange(vocab_size, device=logits.device)
-        ids = _order_keys(logits, ids).topk(count, dim=-1).indices
-        return logits.gather(-1, ids), ids
+        return _order_keys(logits, ids).topk(count, dim=-1).indices
     # A token among the `count` first is in one of the `count` first blocks by (maximum, lower index): each block before
     # its own holds a token before it.
     maxima = logits[:, : num_blocks * BLOCK].view(num_rows, num_blocks, BLOCK).amax(-1)
@@ -120,8 +153,7 @@ def most_likely(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.T
     rest = torch.arange(num_blocks * BLOCK, vocab_size, device=logits.device).expand(num_rows, -1)
     ids = torch.cat([ids, rest], -1)
     order = _order_keys(logits.gather(-1, ids), ids).topk(count, dim=-1).indices
-    ids = ids.gather(-1, order)
-    return logits.gather(-1, ids), ids
+    return ids.gather(-1, order)
 
 
 def _order_keys(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

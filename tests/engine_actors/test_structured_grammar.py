@@ -13,8 +13,6 @@ from scheduler.structured_output import StructuredOutputError
 from scheduler.structured_params import StructuredOutputsParams
 from tests.engine_actors.structured_cases import accepts, compile_params, random_texts
 
-pytest.importorskip("xgrammar")
-
 JSON_EBNF = r"""
 # JSON, as models are often asked for it
 root   ::= object

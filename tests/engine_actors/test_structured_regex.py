@@ -31,8 +31,6 @@ from engine_actors.structured_output.regex_parser import parse_full, parse_searc
 from scheduler.structured_output import StructuredOutputError
 from tests.engine_actors.structured_cases import accepts, compile_ebnf, language, random_texts
 
-pytest.importorskip("xgrammar")
-
 PATTERNS = [
     r"\d{4}-\d{2}-\d{2}",
     r"(\+\d{1,3} )?\(?\d{3}\)?[- ]\d{3}-\d{4}",

@@ -8,21 +8,19 @@ import re
 from decimal import Decimal
 from typing import Any
 
+import jsonschema
 import pytest
 
-pytest.importorskip("xgrammar")
-jsonschema = pytest.importorskip("jsonschema")
-
-from engine_actors.structured_output.formats import SUPPORTED_FORMATS  # noqa: E402
-from engine_actors.structured_output.numbers import MAX_INTEGER, integers, numbers  # noqa: E402
-from engine_actors.structured_output.regex import is_empty_set  # noqa: E402
-from engine_actors.structured_output.source import check  # noqa: E402
-from scheduler.structured_output import StructuredOutputError  # noqa: E402
-from scheduler.structured_params import StructuredOutputsParams  # noqa: E402
-from tests.engine_actors.structured_cases import accepts, compile_params, random_texts  # noqa: E402
-from tests.engine_actors.structured_keywords import KEYWORDS, REFUSED  # noqa: E402
-from tests.engine_actors.structured_schemas import REALISTIC  # noqa: E402
-from tests.engine_actors.test_structured_regex import as_python  # noqa: E402
+from engine_actors.structured_output.formats import SUPPORTED_FORMATS
+from engine_actors.structured_output.numbers import MAX_INTEGER, integers, numbers
+from engine_actors.structured_output.regex import is_empty_set
+from engine_actors.structured_output.source import check
+from scheduler.structured_output import StructuredOutputError
+from scheduler.structured_params import StructuredOutputsParams
+from tests.engine_actors.structured_cases import accepts, compile_params, random_texts
+from tests.engine_actors.structured_keywords import KEYWORDS, REFUSED
+from tests.engine_actors.structured_schemas import REALISTIC
+from tests.engine_actors.test_structured_regex import as_python
 
 
 def validator(schema: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -59,7 +60,20 @@ def test_table_of_other_devices_agrees_with_unpacking() -> None:
     mask = random_mask(2, 64)
     table = executors.bitmask._forbidden_by_byte(mask.device)
     by_table = table[mask.view(torch.uint8).to(torch.int64)].view(torch.bool)
+    bits = np.unpackbits(mask.view(torch.uint8).numpy(), axis=1, bitorder="little")
+    assert torch.equal(by_table, torch.from_numpy(bits == 0))
     assert torch.equal(by_table, executors.bitmask._unpack_forbidden(mask))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_kept_logits_keep_their_bits_and_others_are_minus_infinity_even_from_nan(dtype: torch.dtype) -> None:
+    logits = torch.tensor([[-0.0, float("nan"), float("nan"), float("-inf"), 3.0, float("inf"), 7.0]], dtype=dtype)
+    masked = logits.clone()
+    apply_bitmask(masked, torch.tensor([[0b0011011]], dtype=torch.int32))
+    kept = [0, 1, 3, 4]
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[logits.element_size()]
+    assert torch.equal(masked[0, kept].view(integers), logits[0, kept].view(integers))
+    assert masked[0, [2, 5, 6]].tolist() == [float("-inf")] * 3
 
 
 @pytest.mark.gpu

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
-from executors.logprobs import compute_logprobs, most_likely, spread
+from executors.logprobs import by_chunk, by_row, compute_logprobs, most_likely, spread
 from scheduler.logprobs import TokenLogprobs
 
 
@@ -22,24 +24,25 @@ def test_most_likely_tokens_are_the_first_of_a_stable_sort(vocab_size: int, coun
     logits[0, ::3] = float("-inf")
     logits[1] = -0.0
     logits[1, 7] = 0.0
-    values, ids = most_likely(logits, count)
-    expected = logits.sort(dim=-1, descending=True, stable=True)
-    assert torch.equal(ids, expected.indices[:, :count])
-    assert torch.equal(values, expected.values[:, :count])
+    ids = most_likely(logits, count)
+    assert torch.equal(ids, logits.sort(dim=-1, descending=True, stable=True).indices[:, :count])
+    columns = by_row(logits, torch.zeros(6, dtype=torch.int64), np.full(6, count))
+    assert [row[0][1:] for row in columns.rows()] == ids.tolist()
 
 
+@pytest.mark.parametrize("compute", [by_row, by_chunk])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab_size", [40, 5000])
-def test_logprobs_are_log_softmax_with_the_token_first(vocab_size: int, dtype: torch.dtype) -> None:
+def test_logprobs_are_log_softmax_with_the_token_first(vocab_size: int, dtype: torch.dtype, compute: Any) -> None:
     logits = random_logits(7, vocab_size).to(dtype)
     before = logits.clone()
     tokens = torch.arange(7) * 5
-    wanted = np.array([0, 1, 3, 5, 2, 0, 2**63 - 2])
-    columns = compute_logprobs(logits, tokens, wanted)
+    wanted = np.array([0, 1, 3, 5, 2, 0, vocab_size])
+    columns = compute(logits, tokens, wanted)
     assert torch.equal(logits, before)
     expected = logits.float().log_softmax(-1)
     for index, (ids, logprobs, rank) in enumerate(columns.rows()):
-        count = min(int(wanted[index]), vocab_size)
+        count = int(wanted[index])
         order = expected[index].sort(descending=True, stable=True).indices[:count].tolist()
         assert ids == [int(tokens[index]), *order]
         torch.testing.assert_close(torch.tensor(logprobs), expected[index][ids], rtol=1e-5, atol=1e-5)
