@@ -68,8 +68,13 @@ class Executor(ABC):
         """Second half of the step dispatched last, when it has structured output."""
 
     @abstractmethod
-    def collective_rpc(self, method: str | Callable[..., Any], timeout_s: float | None = None,
-                       args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> list[Any]:
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout_s: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
         """Call a worker method (or a callable that takes the worker first) on every worker; results by rank."""
 
     @abstractmethod

@@ -53,7 +53,8 @@ class ModelConfig:
             raise ValueError(f"load_format must be one of {LOAD_FORMATS}, got {self.load_format!r}")
         if self.max_model_len is not None and self.max_model_len < 1 and self.max_model_len != -1:
             raise ValueError(
-                f"max_model_len must be at least 1, -1 (fit to memory) or None, got {self.max_model_len!r}")
+                f"max_model_len must be at least 1, -1 (fit to memory) or None, got {self.max_model_len!r}"
+            )
 
 
 @dataclass(frozen=True)
@@ -103,12 +104,14 @@ class ParallelConfig:
             raise ValueError(
                 f"distributed_executor_backend='uni' runs one worker, but tensor_parallel_size "
                 f"{self.tensor_parallel_size} × pipeline_parallel_size {self.pipeline_parallel_size} needs "
-                f"{self.world_size}; use 'ray'")
+                f"{self.world_size}; use 'ray'"
+            )
         if self.device not in DEVICES:
             raise ValueError(f"device must be one of {DEVICES}, got {self.device!r}")
         if self.placement_strategy is not None and self.placement_strategy not in PLACEMENT_STRATEGIES:
             raise ValueError(
-                f"placement_strategy must be one of {PLACEMENT_STRATEGIES}, got {self.placement_strategy!r}")
+                f"placement_strategy must be one of {PLACEMENT_STRATEGIES}, got {self.placement_strategy!r}"
+            )
         if self.torch_num_threads is not None and self.torch_num_threads < 1:
             raise ValueError(f"torch_num_threads must be at least 1 or None, got {self.torch_num_threads!r}")
         if self.num_cpus_per_worker is not None and self.num_cpus_per_worker <= 0:

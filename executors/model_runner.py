@@ -200,7 +200,8 @@ class ModelRunner:
         counts = np.full(num_reqs, num_tokens // num_reqs, dtype=np.int32)
         counts[: num_tokens % num_reqs] += 1
         query_start_loc = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-        positions = np.arange(num_tokens) - np.repeat(query_start_loc[:-1], counts)
+        # Few requests may share a budget longer than any sequence, but there are no positions beyond max_model_len.
+        positions = (np.arange(num_tokens) - np.repeat(query_start_loc[:-1], counts)) % self._config.max_model_len
         device = self._device
         lens = torch.from_numpy(counts).to(device)
         metadata = [

@@ -241,7 +241,7 @@ def _shortage(tp_size: int, pp_size: int, demand: Resources, reason: str) -> str
         nodes.append(f"node {node['NodeManagerAddress']}: {_describe(total)} ({_describe(free)} free)")
     return (
         f"tensor_parallel_size {tp_size} × pipeline_parallel_size {pp_size} needs {tp_size * pp_size} workers with "
-        f"{_describe(demand)} each, which the cluster cannot hold: {reason}; it has {', '.join(nodes)}"
+        f"{_describe(demand)} each, more than the cluster can give, {reason}; it has {', '.join(nodes)}"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,6 +27,14 @@ def ray_cluster() -> Iterator[None]:
     ray.init(num_cpus=RAY_CPUS, include_dashboard=False, log_to_driver=False, namespace="tests")
     yield
     ray.shutdown()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _ctrl_c_interrupts() -> Iterator[None]:
+    """Shells start background jobs with SIGINT ignored; tests that send it need Python's own handler."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session")

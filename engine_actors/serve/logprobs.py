@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
+from engine_actors.outputs import Logprob
 from engine_actors.serve.tokenization import Tokenization
 
 LOWEST = -9999.0
 """Stands for minus infinity, which JSON lacks."""
-
-
-class Logprob(Protocol):
-    """One token's entry of `CompletionOutput.logprobs`: see `engine_actors.outputs`."""
-
-    logprob: float
-    rank: int | None
-    decoded_token: str | None
-
 
 Position = Mapping[int, Logprob]
 

@@ -30,7 +30,9 @@ class FakeModel:
         self.logits_for: list[list[int]] = []
 
     def forward(self, input_ids: Any, positions: Any, metadata: Any, hidden_states: Any = None) -> torch.Tensor:
-        self.calls.append({"ids": input_ids.tolist(), "metadata": metadata, "received": hidden_states})
+        self.calls.append(
+            {"ids": input_ids.tolist(), "positions": positions, "metadata": metadata, "received": hidden_states}
+        )
         return input_ids.to(torch.float32).unsqueeze(-1).expand(-1, HIDDEN)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -134,3 +136,9 @@ def test_a_dummy_run_touches_the_null_block_only_and_leaves_the_batch_alone() ->
     assert metadata.slot_mapping.max() < SPEC.block_size
     assert not metadata.block_table.any()
     assert runner.execute(step(1, [0], [1], new_requests=[new(0, [1])])) is not None
+
+
+def test_a_dummy_run_over_a_budget_longer_than_a_sequence_stays_within_the_positions_there_are() -> None:
+    runner, model = make_runner(ParallelState())
+    runner.dummy_run(CONFIG.max_model_len + 5, 1)
+    assert int(model.calls[0]["positions"].max()) == CONFIG.max_model_len - 1

@@ -16,17 +16,7 @@ from scheduler.sampling_params import SamplingParams
 from scheduler.structured_params import StructuredOutputsParams
 from tests.engine_actors.serve.server import RunningServer, running
 
-LATER_FIELDS = {
-    "presence_penalty": (float, 0.0),
-    "frequency_penalty": (float, 0.0),
-    "repetition_penalty": (float, 1.0),
-    "logit_bias": (dict[int, float] | None, None),
-    "allowed_token_ids": (list[int] | None, None),
-    "bad_words": (list[str] | None, None),
-    "logprobs": (int | None, None),
-    "prompt_logprobs": (int | None, None),
-    "structured_outputs": (StructuredOutputsParams | None, None),
-}
+LATER_FIELDS = {"structured_outputs": (StructuredOutputsParams | None, None)}
 
 
 @pytest.fixture(scope="session")
