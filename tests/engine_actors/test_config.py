@@ -27,6 +27,24 @@ def test_defaults_come_from_the_model_and_fit_together(fake_model_dir: Path) -> 
     assert config.scheduler_config.max_num_seqs == 256
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, True),
+        ({"tensor_parallel_size": 2}, True),
+        ({"pipeline_parallel_size": 2}, False),
+        ({"distributed_executor_backend": "uni"}, False),
+        ({"async_scheduling": False}, False),
+        ({"distributed_executor_backend": "uni", "async_scheduling": True}, True),
+    ],
+    ids=str,
+)
+def test_async_scheduling_is_on_where_steps_cross_to_worker_actors(
+    fake_model_dir: Path, options: dict[str, Any], expected: bool
+) -> None:
+    assert make(fake_model_dir, **options).scheduler_config.async_scheduling is expected
+
+
 def test_each_option_reaches_its_own_config(fake_model_dir: Path) -> None:
     config = make(
         fake_model_dir,
