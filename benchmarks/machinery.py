@@ -44,6 +44,7 @@ def make_toy_model(folder: Path) -> Path:
 
 def serve(engine: str, model: str, options: dict[str, Any]) -> None:
     """Child process: for each batch size on standard input, answer with the seconds of one run."""
+    sys.path.pop(0)  # this folder: its kernels.py would hide a package of that name, which vLLM imports
     sizes = {"max_model_len": 1024, "max_num_seqs": 256, "max_num_batched_tokens": 4096, "dtype": "bfloat16"}
     if engine == "vllm":
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
