@@ -150,7 +150,7 @@ def test_prefix_lm_with_chunks_and_prefix_cache_left_on_would_be_wrong(
     [
         pytest.param({"num_gpu_blocks_override": 4000}, id="default"),
         pytest.param({"num_gpu_blocks_override": 4000, "max_num_batched_tokens": 128}, id="chunked"),
-        pytest.param({"num_gpu_blocks_override": 520}, id="tight"),
+        pytest.param({"num_gpu_blocks_override": 800}, id="tight"),
     ],
 )
 def test_real_gemma_3_beyond_several_windows(options: dict[str, Any]) -> None:
