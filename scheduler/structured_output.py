@@ -59,7 +59,8 @@ class CompiledGrammar(ABC):
         """A matcher at the start of the text.
 
         Args:
-            stop_token_ids: Tokens without text that are allowed where the text may end.
+            stop_token_ids: The request's. Those without text (special tokens) are allowed where the text may end, as
+                end-of-sequence tokens always are; others stay what the grammar makes of their text.
             ignore_eos: Offer no stop token as long as the text can go on.
         """
 

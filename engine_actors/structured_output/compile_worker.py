@@ -32,7 +32,7 @@ from scheduler.structured_params import GrammarSpec
 
 _TRIAL_TEXTS = 2
 _TRIAL_TOKENS = 48
-_CHEAP_S = 0.15
+_CHEAP_S = 0.3
 """What compiles in less processor time is compiled again by EngineCore rather than sent: it is known to be safe now,
 and its JSON takes longer to read."""
 _LOG_PREFIX = re.compile(r"\[\d\d:\d\d:\d\d\] \S+:\d+: ?(?:Warning: |Check failed: .*? is false: )?")

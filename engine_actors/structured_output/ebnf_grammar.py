@@ -13,10 +13,11 @@ from engine_actors.structured_output.ebnf_parser import (
 )
 from engine_actors.structured_output.ebnf_writer import GrammarWriter, count_text
 from engine_actors.structured_output.regex import Alt, Regex, Repeat, Seq, alt, is_empty_set, repeat, seq
+from engine_actors.structured_output.schema_nodes import find_finite
 from scheduler.structured_output import StructuredOutputError
 
 ROOT = "root"
-_MAX_INLINED_NODES = 2000
+_MAX_INLINED_NODES = 512
 _MAX_INLINED_DEPTH = 64
 """Largest expression that a rule may grow to by taking in the rules it names."""
 
@@ -65,12 +66,7 @@ def _reachable(rules: dict[str, Node]) -> list[str]:
 
 
 def _check_finite(rules: dict[str, Node]) -> None:
-    finite: set[str] = set()
-    while True:
-        found = {name for name, node in rules.items() if name not in finite and _is_finite(node, finite)}
-        if not found:
-            break
-        finite |= found
+    finite = find_finite(rules, _is_finite)
     endless = [name for name in rules if name not in finite]
     if endless:
         raise StructuredOutputError(
@@ -98,6 +94,7 @@ class _Writer:
         self._finite = set(rules)
         self._writer = GrammarWriter()
         self._regular: dict[str, Regex | None] = {}
+        self._rule_sizes: dict[str, int] = {}  # of the regular ones
         self._names: dict[str, str] = {}
         for name in reversed(list(rules)):
             self._find_regular(name)
@@ -123,7 +120,10 @@ class _Writer:
             inner = [each.name for each in _references(self._rules[current]) if each.name not in self._regular]
             if current in open_rules or not inner:
                 # A reference that is still open here leads back: the rule is recursive.
-                self._regular[current] = None if inner else self._as_regex(self._rules[current])
+                regex = None if inner else self._as_regex(self._rules[current])
+                self._regular[current] = regex
+                if regex is not None:
+                    self._rule_sizes[current] = _num_nodes(regex)
                 stack.pop()
                 continue
             open_rules.add(current)
@@ -131,8 +131,29 @@ class _Writer:
 
     def _as_regex(self, node: Node) -> Regex | None:
         """`node` without references; None if that is impossible or too large."""
+        if self._size(node) > _MAX_INLINED_NODES:
+            return None
         regex = self._inlined(node)
-        return regex if regex is not None and _is_small(regex) else None
+        return regex if regex is not None and _depth(regex) <= _MAX_INLINED_DEPTH else None
+
+    def _size(self, node: Node) -> int:
+        """Nodes of `node` without references, before it is built: rules that double each other grow fast."""
+        total = 0
+        todo = [node]
+        while todo and total <= _MAX_INLINED_NODES:
+            each = todo.pop()
+            match each:
+                case Terminal(regex):
+                    total += _num_nodes(regex)
+                case Reference(name):
+                    total += self._rule_sizes.get(name, _MAX_INLINED_NODES + 1)
+                case Repetition(item):
+                    total += 1
+                    todo.append(item)
+                case Sequence(parts) | Choice(parts):
+                    total += 1
+                    todo.extend(parts)
+        return total
 
     def _inlined(self, node: Node) -> Regex | None:
         match node:
@@ -154,16 +175,19 @@ class _Writer:
 
     def _name(self, name: str, todo: list[str]) -> str:
         """An expression for a rule."""
-        regex = self._regular[name]
-        if regex is not None:
-            return self._writer.regex(regex)
         if name not in self._names:
-            self._names[name] = self._writer.reserve_rule("r")
-            todo.append(name)
+            regex = self._regular[name]
+            if regex is not None:
+                self._names[name] = self._writer.regex(regex)
+            else:
+                self._names[name] = self._writer.reserve_rule("r")
+                todo.append(name)
         return self._names[name]
 
     def _expression(self, node: Node, todo: list[str]) -> str:
         """An expression for `node`, which must be finite."""
+        if isinstance(node, Reference):
+            return self._name(node.name, todo)
         regex = self._as_regex(node)
         if regex is not None:
             return self._writer.regex(regex)
@@ -177,37 +201,33 @@ class _Writer:
                 if not _is_finite(item, self._finite):
                     return '""'
                 return f"({self._expression(item, todo)}){count_text(low, high)}"
-            case Reference(name):
-                return self._name(name, todo)
-            case _:
-                return self._writer.regex(node.regex)
+            case Terminal(regex):
+                return self._writer.regex(regex)
 
     def _grouped(self, items: tuple[Node, ...]) -> list[Node]:
-        """Neighbours without references as one."""
+        """Neighbours that are small expressions together are one."""
         groups: list[Node] = []
         run: list[Node] = []
+        run_size = 0
         for item in items:
-            if self._as_regex(item) is not None:
-                run.append(item)
-                continue
-            if run:
-                groups.append(Sequence(tuple(run)))
-                run = []
-            groups.append(item)
+            size = self._size(item)
+            if run and run_size + size > _MAX_INLINED_NODES:
+                groups.append(run[0] if len(run) == 1 else Sequence(tuple(run)))
+                run, run_size = [], 0
+            run.append(item)
+            run_size += size
         if run:
-            groups.append(Sequence(tuple(run)))
-        return groups
+            groups.append(run[0] if len(run) == 1 else Sequence(tuple(run)))
+        # One group that is all is no progress: its size leaves out what makes it too large, its depth.
+        return list(items) if len(groups) == 1 else groups
 
 
-def _is_small(regex: Regex) -> bool:
-    level = [regex]
-    num_nodes = 0
-    for _ in range(_MAX_INLINED_DEPTH):
-        num_nodes += len(level)
-        level = [child for node in level for child in _children(node)]
-        if not level or num_nodes > _MAX_INLINED_NODES:
-            return num_nodes <= _MAX_INLINED_NODES
-    return False
+def _num_nodes(regex: Regex) -> int:
+    return 1 + sum(map(_num_nodes, _children(regex)))
+
+
+def _depth(regex: Regex) -> int:
+    return 1 + max(map(_depth, _children(regex)), default=0)
 
 
 def _children(node: Regex) -> tuple[Regex, ...]:

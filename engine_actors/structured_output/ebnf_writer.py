@@ -16,6 +16,8 @@ from scheduler.structured_output import StructuredOutputError
 
 MAX_GRAMMAR_CHARS = 4 * 1024 * 1024
 """Longest grammar text. Far above any real schema's; the compile time limit comes first."""
+MAX_WORK = 150_000
+"""Most states of all automata of a grammar, those of large expressions counted more: about a second's work."""
 _MAX_WEIGHT = 256
 _MAX_STATES = 512
 _WIDE_SET = 128
@@ -30,6 +32,7 @@ class GrammarWriter:
         self._rules: dict[str, str] = {}
         self._known: dict[tuple[Regex, str], str] = {}
         self._num_chars = 0
+        self._work = 0
 
     def add_rule(self, hint: str, body: str, lookahead: str = "") -> str:
         """A new rule; returns its name. `lookahead`: what must follow, a hint that makes masks smaller."""
@@ -65,8 +68,10 @@ class GrammarWriter:
         return known
 
     def _regex(self, node: Regex, lookahead: str) -> str:
-        if _weight(node) <= _MAX_WEIGHT and not _holds_wide_repeat(node):
+        weight = _weight(node)
+        if weight <= _MAX_WEIGHT and not _holds_wide_repeat(node):
             states = determinise(node, _MAX_STATES)
+            self._count_work((_MAX_STATES if states is None else len(states)) * max(1, weight // 8))
             if states is not None:
                 return self.automaton(states, lookahead)
         return self.add_rule("re", self._taken_apart(node), lookahead)
@@ -109,6 +114,7 @@ class GrammarWriter:
     def automaton(self, states: list[State], lookahead: str = "") -> str:
         """An expression for what the automaton accepts: one rule per state, but states with one way in and one way
         on are written into their predecessor's."""
+        self._count_work(len(states))
         num_ways_in = [0] * len(states)
         for state in states:
             for _, target in state.edges:
@@ -130,6 +136,11 @@ class GrammarWriter:
                     options[-1] += f" {names[target]}"
             self.define_rule(names[number], " | ".join(options), lookahead)
         return names[0]
+
+    def _count_work(self, num_states: int) -> None:
+        self._work += num_states
+        if self._work > MAX_WORK:
+            raise StructuredOutputError(f"the grammar is too large: its expressions exceed {MAX_WORK} states")
 
 
 def quote(text: str) -> str:

@@ -7,7 +7,7 @@ from the tree satisfies `re` and ECMA-262 alike: \\d \\w \\s are ASCII, `.` excl
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from engine_actors.structured_output import charset
 from engine_actors.structured_output.charset import Ranges
@@ -16,11 +16,22 @@ MAX_REPEAT = 65536
 """Largest count in a quantifier."""
 
 
+def _hash_once(node: Regex) -> int:
+    """Trees are looked up in dictionaries again and again; hashing one takes as long as it is large."""
+    known = node.__dict__.get("_hash")
+    if known is None:
+        known = hash((type(node), *(getattr(node, field.name) for field in fields(node))))
+        object.__setattr__(node, "_hash", known)
+    return int(known)
+
+
 @dataclass(frozen=True)
 class Chars:
     """One character of a set. The empty set matches nothing at all."""
 
     ranges: Ranges
+
+    __hash__ = _hash_once
 
 
 @dataclass(frozen=True)
@@ -29,12 +40,16 @@ class Seq:
 
     items: tuple[Regex, ...]
 
+    __hash__ = _hash_once
+
 
 @dataclass(frozen=True)
 class Alt:
     """One of the options."""
 
     options: tuple[Regex, ...]
+
+    __hash__ = _hash_once
 
 
 @dataclass(frozen=True)
@@ -44,6 +59,8 @@ class Repeat:
     item: Regex
     low: int
     high: int | None
+
+    __hash__ = _hash_once
 
 
 Regex = Chars | Seq | Alt | Repeat

@@ -19,6 +19,7 @@ from engine_actors.structured_output.regex import (
     seq,
 )
 from scheduler.structured_output import StructuredOutputError
+from scheduler.structured_params import MAX_TEXT_CHARS
 
 MAX_GROUP_DEPTH = 64
 _MAX_CODE = 0x10FFFF
@@ -83,6 +84,10 @@ def parse_search(text: str) -> Regex:
 
 
 def _parse(text: str, search: bool) -> Regex:
+    if len(text) > MAX_TEXT_CHARS["regex"]:
+        raise StructuredOutputError(
+            f"a regular expression of {len(text)} characters; at most {MAX_TEXT_CHARS['regex']} are allowed"
+        )
     parser = _Parser(text)
     alternatives = parser.alternatives()
     if parser.position < len(text):

@@ -80,20 +80,28 @@ def _chars_of(node: Regex) -> Ranges:
 def schema_to_ebnf(schema: Schema, space: Spacing) -> str:
     """The grammar of the JSON texts of all values of `schema`."""
     writer = GrammarWriter()
-    return writer.grammar(_SchemaWriter(writer, schema, space).value(schema.root))
+    return writer.grammar(_SchemaWriter(writer, schema, space).write())
 
 
 class _SchemaWriter:
     def __init__(self, writer: GrammarWriter, schema: Schema, space: Spacing) -> None:
         self._writer = writer
-        self._definitions = schema.definitions
+        self._schema = schema
         self._rules: dict[Node, str] = {}
         self._references: dict[str, str] = {}
+        self._todo: list[str] = []
         if space.whitespace is None:
             self._ws, self._comma, self._colon = "", '", "', ": "
         else:
             ws = writer.regex(space.whitespace, _AFTER_WHITESPACE)
             self._ws, self._comma, self._colon = ws, f'"," {ws}', ":"
+
+    def write(self) -> str:
+        """An expression for the root; rules for all it leads to."""
+        root = self.value(self._schema.root)
+        for name in self._todo:  # grows; not by recursion, which would go as deep as definitions name each other
+            self._writer.define_rule(self._references[name], self.value(self._schema.definitions[name]))
+        return root
 
     def value(self, node: Node) -> str:
         """An expression for the texts of `node`; the same for equal nodes."""
@@ -141,7 +149,7 @@ class _SchemaWriter:
         rule = self._references.get(name)
         if rule is None:
             rule = self._references[name] = self._writer.reserve_rule("d")
-            self._writer.define_rule(rule, self.value(self._definitions[name]))
+            self._todo.append(name)
         return rule
 
     def _integer(self, node: Integer) -> str:

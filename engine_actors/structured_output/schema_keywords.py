@@ -5,7 +5,6 @@ Called by `schema_parser` for each schema object before it looks at one.
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
 from engine_actors.structured_output.schema_nodes import constant_text
@@ -117,9 +116,9 @@ def _check_keyword(keyword: str, value: Any, path: str) -> None:
     if keyword not in KNOWN:
         if keyword.startswith("x-"):
             return
-        close = difflib.get_close_matches(keyword, KNOWN, 1, 0.84)
-        if close:
-            raise StructuredOutputError(f"json{path}: unknown keyword {keyword!r}; did you mean {close[0]!r}?")
+        meant = _misspelt(keyword)
+        if meant is not None:
+            raise StructuredOutputError(f"json{path}: unknown keyword {keyword!r}; did you mean {meant!r}?")
         return
     if keyword in _COUNTS and not (_is_number(value) and value == int(value) and value >= 0):
         raise wrong(path, keyword, value, "a non-negative integer")
@@ -147,6 +146,23 @@ def _check_keyword(keyword: str, value: Any, path: str) -> None:
             raise wrong(path, keyword, value, f"one or more of {', '.join(TYPES)}")
         if not all(isinstance(name, str) for name in names):
             raise wrong(path, keyword, value, f"one or more of {', '.join(TYPES)}")
+
+
+def _misspelt(keyword: str) -> str | None:
+    """The keyword that differs from this one by a letter, or by two that are swapped."""
+    if len(keyword) > _LONGEST_KEYWORD:
+        return None
+    variants = _without_one_letter(keyword)
+    return next((_KNOWN_VARIANTS[variant] for variant in variants if variant in _KNOWN_VARIANTS), None)
+
+
+def _without_one_letter(word: str) -> list[str]:
+    lower = word.lower()
+    return [lower, *(lower[:i] + lower[i + 1 :] for i in range(len(lower)))]
+
+
+_KNOWN_VARIANTS = {variant: word for word in KNOWN if len(word) > 4 for variant in _without_one_letter(word)}
+_LONGEST_KEYWORD = max(map(len, KNOWN)) + 1
 
 
 def _normalise_bounds(schema: dict[str, Any], path: str) -> None:

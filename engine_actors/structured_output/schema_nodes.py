@@ -7,12 +7,15 @@ well. They are never generated, but count when two options must not overlap.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from decimal import Decimal
-from typing import Any
+from typing import Any, TypeVar
 
 from engine_actors.structured_output.regex import Regex, is_empty_set
+from scheduler.structured_output import StructuredOutputError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -137,15 +140,32 @@ def _canonical(value: Any) -> Any:
     return value
 
 
+def find_finite(definitions: Mapping[str, T], is_finite: Callable[[T, set[str]], bool]) -> set[str]:
+    """The definitions with a finite value, given how to tell from those that are known.
+
+    Last ones first: definitions follow those that name them, so one round does for most.
+
+    Raises:
+        StructuredOutputError: It takes more rounds than anything reasonable.
+    """
+    finite: set[str] = set()
+    for _ in range(_MAX_ROUNDS):
+        before = len(finite)
+        for name in reversed(list(definitions)):
+            if name not in finite and is_finite(definitions[name], finite):
+                finite.add(name)
+        if len(finite) == before:
+            return finite
+    raise StructuredOutputError(f"the definitions depend on each other in more than {_MAX_ROUNDS} steps")
+
+
+_MAX_ROUNDS = 64
+
+
 def prune(schema: Schema) -> Schema | None:
     """The same values without what can never be completed: an option or an optional property whose only values are
     infinite or contradictory. None: no finite value is left at all."""
-    finite: set[str] = set()
-    while True:
-        found = {name for name, node in schema.definitions.items() if name not in finite and _is_finite(node, finite)}
-        if not found:
-            break
-        finite |= found
+    finite = find_finite(schema.definitions, _is_finite)
     if not _is_finite(schema.root, finite):
         return None
     definitions = {name: _pruned(schema.definitions[name], finite) for name in schema.definitions if name in finite}
@@ -163,10 +183,11 @@ def _is_finite(node: Node, known: set[str]) -> bool:
             needed = prefix[:low] if items is None else (*prefix[:low], *((items,) if low > len(prefix) else ()))
             return (items is not None or low <= len(prefix)) and all(_is_finite(each, known) for each in needed)
         case Object(properties, values, _, low):
-            if not all(_is_finite(each.node, known) for each in properties if each.is_required):
+            # Each is asked once: asking twice would double at every level.
+            possible = {each.name: _is_finite(each.node, known) for each in properties if each.is_required or low}
+            if not all(possible[each.name] for each in properties if each.is_required):
                 return False
-            num_possible = sum(_is_finite(each.node, known) for each in properties)
-            return low <= num_possible or (values is not None and _is_finite(values, known))
+            return low <= sum(possible.values()) or (values is not None and _is_finite(values, known))
         case Union(options):
             return any(_is_finite(option, known) for option in options)
         case Ref(name):

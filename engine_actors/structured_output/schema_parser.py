@@ -7,6 +7,7 @@ type its keywords speak of, strings and numbers have sane lengths.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from decimal import Decimal
@@ -30,6 +31,7 @@ from engine_actors.structured_output.schema_nodes import (
     Schema,
     String,
     are_disjoint,
+    constant_text,
     prune,
     union,
 )
@@ -40,6 +42,8 @@ from scheduler.structured_output import StructuredOutputError
 
 MAX_SCHEMAS = 20_000
 """Most schema objects that are looked at, combinations of allOf and anyOf included."""
+MAX_EXCLUSIVE = 256
+"""Most options of oneOf, constants aside, that are compared with each other."""
 MAX_MULTIPLES = 1000
 """Most multiples between two bounds; they are listed one by one."""
 MAX_MULTIPLE_OF = 256
@@ -172,15 +176,24 @@ class _Parser:
         return union(nodes)
 
     def _check_exclusive(self, options: list[Node], path: str) -> None:
-        for index, first in enumerate(options):
-            for other in range(index + 1, len(options)):
-                if not are_disjoint(first, options[other], self.definitions):
-                    raise unsupported(
-                        path,
-                        "oneOf",
-                        f"options {index} and {other} may both hold, as far as their types, constants, bounds and "
-                        f"required constant properties tell; use anyOf, or give each option its own constant",
-                    )
+        others: list[Node] = []
+        texts: list[str] = []
+        for option in options:
+            if isinstance(option, Constants):
+                texts += [constant_text(json.loads(text)) for text in option.texts]
+            else:
+                others.append(option)
+        if len(others) > MAX_EXCLUSIVE:
+            raise unsupported(path, "oneOf", f"more than {MAX_EXCLUSIVE} options that are not constants; use anyOf")
+        constants = Constants(tuple(dict.fromkeys(texts)))
+        pairs = itertools.combinations([*others, constants], 2)
+        if len(constants.texts) < len(texts) or not all(are_disjoint(a, b, self.definitions) for a, b in pairs):
+            raise unsupported(
+                path,
+                "oneOf",
+                "two of its options may both hold, as far as their types, constants, bounds and required constant "
+                "properties tell; use anyOf, or give each option its own constant",
+            )
 
     def _constants(self, schema: dict[str, Any], path: str) -> Node:
         kinds = schema.get("type", keywords.TYPES)

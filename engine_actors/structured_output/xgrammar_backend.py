@@ -42,6 +42,7 @@ class XGrammarBackend(StructuredOutputBackend):
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
         self._all_tokens = full_mask(vocab_size)
+        self._textless: frozenset[int] | None = None
         self._compiler = Compiler(
             Start(tokenizer, trust_remote_code, vocab_size, list(eos_token_ids), limits or CompileLimits())
         )
@@ -67,7 +68,10 @@ class XGrammarBackend(StructuredOutputBackend):
             if error is not None:
                 compiled.set_exception(error)
             else:
-                compiled.set_result(_XGrammar(done.result(), self._eos_token_ids, self._all_tokens))
+                grammar = done.result()
+                if self._textless is None:
+                    self._textless = frozenset(grammar.tokenizer_info.special_token_ids)
+                compiled.set_result(_XGrammar(grammar, self._eos_token_ids, self._textless, self._all_tokens))
 
         inner.add_done_callback(finish)
         compiled.add_done_callback(lambda done: inner.cancel() if done.cancelled() else None)
@@ -78,13 +82,17 @@ class XGrammarBackend(StructuredOutputBackend):
 
 
 class _XGrammar(CompiledGrammar):
-    def __init__(self, grammar: Any, eos_token_ids: tuple[int, ...], all_tokens: Mask) -> None:
+    def __init__(
+        self, grammar: Any, eos_token_ids: tuple[int, ...], textless: frozenset[int], all_tokens: Mask
+    ) -> None:
         self._grammar = grammar
         self._eos_token_ids = eos_token_ids
+        self._textless = textless
         self._all_tokens = all_tokens
 
     def new_matcher(self, stop_token_ids: Sequence[int], ignore_eos: bool) -> Matcher:
-        stops = sorted({*self._eos_token_ids, *stop_token_ids})
+        # A stop token with text is part of the text like any other; that it stops is the scheduler's business.
+        stops = sorted({*self._eos_token_ids, *self._textless.intersection(stop_token_ids)})
         return _XGrammarMatcher(self._grammar, stops, self._all_tokens, ignore_eos)
 
     @property

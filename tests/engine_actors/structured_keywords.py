@@ -210,7 +210,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"$ref": "https://example.com/other.json"}, "must name a part of the same schema"),
     ({"$ref": "#/$defs/missing"}, "where there is no schema"),
     ({"$dynamicRef": "#x"}, "'\\$dynamicRef' cannot be enforced"),
-    ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "'oneOf' cannot be enforced.*options 0 and 1"),
+    ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "'oneOf' cannot be enforced.*two of its options"),
     ({"oneOf": [{"type": "object", "properties": {"a": {}}}, {"type": "object", "properties": {"b": {}}}]}, "'oneOf'"),
     ({"oneOf": [{"minimum": 5}, {"type": "string"}]}, "'oneOf'"),
     ({"enum": ["a", "bb"], "minLength": 2}, "'minLength' cannot be enforced.*beside enum"),

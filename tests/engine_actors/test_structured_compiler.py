@@ -98,6 +98,12 @@ def test_a_stop_token_ends_the_text_where_it_may_end(backend: XGrammarBackend, v
     assert len(allowed(matcher)) == VOCAB_SIZE  # nothing constrains what comes after the end
 
 
+def test_a_stop_token_with_text_is_part_of_the_text(backend: XGrammarBackend, vocabulary: dict[str, int]) -> None:
+    matcher = matcher_of(backend, stops=(vocabulary["b"],), regex="abc")
+    assert matcher.accept_tokens([vocabulary["a"]]) == 1
+    assert allowed(matcher) == sorted([vocabulary["b"], vocabulary["bc"]])
+
+
 def test_special_and_padded_ids_are_never_allowed(backend: XGrammarBackend, vocabulary: dict[str, int]) -> None:
     matcher = matcher_of(backend, regex=r"[\s\S]+")
     ids = allowed(matcher)

@@ -112,6 +112,13 @@ def test_long_chains_of_rules_are_no_recursion_of_ours() -> None:
     assert accepts(compile_params(grammar=f'root ::= r0 "."\n{nested}\nr1000 ::= "c"'), "aaa.")
 
 
+def test_rules_that_double_or_repeat_each_other_stay_small() -> None:
+    doubling = "\n".join(f"r{i} ::= r{i + 1} r{i + 1}" for i in range(1000))
+    check(StructuredOutputsParams(grammar=f'root ::= r0\n{doubling}\nr1000 ::= "a"'))
+    many = " ".join(["a"] * 20_000)
+    check(StructuredOutputsParams(grammar=f'root ::= {many}\na ::= "{"x" * 1000}"'))
+
+
 def test_a_choice_is_one_of_its_strings() -> None:
     choices = ["positive", "negative", "neutral", "pos", 'with "quotes"', "naïve €\n", "\\d"]
     compiled = compile_params(choice=choices)

@@ -138,6 +138,29 @@ def test_schemas_that_explode_when_combined_are_refused() -> None:
         check(StructuredOutputsParams(json=wide))
 
 
+def test_work_grows_with_a_schema_not_with_its_power() -> None:
+    """Each of these once took time exponential or quadratic in its size."""
+    nested: dict[str, Any] = {"type": "string", "maxLength": 3}
+    for _ in range(30):
+        nested = {"properties": {"a": nested}, "required": ["a"]}
+    assert_texts_are_valid(nested, count=3)
+    chain: dict[str, Any] = {
+        f"d{i}": {"type": "array", "items": {"$ref": f"#/$defs/d{i + 1}"}, "minItems": 1} for i in range(3000)
+    }
+    check(StructuredOutputsParams(json={"$defs": {**chain, "d3000": {"type": "null"}}, "$ref": "#/$defs/d0"}))
+    check(StructuredOutputsParams(json={"oneOf": [{"const": number, "title": "x"} for number in range(5000)]}))
+    check(StructuredOutputsParams(json={f"vendor{number}": number for number in range(20_000)}))
+
+
+def test_expressions_that_are_too_much_work_are_refused() -> None:
+    patterns = ["^" + "((a|b)*c(a|b){9}d|[e-k]{1,9}x*)" * 200 + f"{number}$" for number in range(40)]
+    properties = {pattern[-4:]: {"type": "string", "pattern": pattern} for pattern in patterns}
+    with pytest.raises(StructuredOutputError, match="the grammar is too large"):
+        check(StructuredOutputsParams(json={"type": "object", "properties": properties}))
+    with pytest.raises(StructuredOutputError, match="of 9000 characters; at most 8192"):
+        check(StructuredOutputsParams(json={"type": "string", "pattern": "a" * 9000}))
+
+
 @pytest.mark.parametrize("name", SUPPORTED_FORMATS)
 def test_formats_satisfy_their_checkers(name: str) -> None:
     checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
