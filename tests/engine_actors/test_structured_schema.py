@@ -153,8 +153,7 @@ def test_work_grows_with_a_schema_not_with_its_power() -> None:
 
 
 def test_expressions_that_are_too_much_work_are_refused() -> None:
-    patterns = ["^" + "((a|b)*c(a|b){9}d|[e-k]{1,9}x*)" * 200 + f"{number}$" for number in range(40)]
-    properties = {pattern[-4:]: {"type": "string", "pattern": pattern} for pattern in patterns}
+    properties = {f"p{i}": {"type": "number", "minimum": -i - 0.125, "maximum": i * i + 0.0625} for i in range(1, 1500)}
     with pytest.raises(StructuredOutputError, match="the grammar is too large"):
         check(StructuredOutputsParams(json={"type": "object", "properties": properties}))
     with pytest.raises(StructuredOutputError, match="of 9000 characters; at most 8192"):
