@@ -77,6 +77,6 @@ def test_a_refusal_lists_what_is_needed_and_each_nodes_resources(
     with pytest.raises(ResourcesUnavailableError) as error:
         placement._place_in_own(4, 2, {"GPU": 1.0}, "PACK", 0.0)
     assert str(error.value) == (
-        "tensor_parallel_size 4 × pipeline_parallel_size 2 needs 8 workers with 1 GPU each, which the cluster cannot "
-        "hold: even when it is idle; it has node ip-a: 3 GPU (1 GPU free), node ip-b: 4 GPU (0 GPU free)"
+        "tensor_parallel_size 4 × pipeline_parallel_size 2 needs 8 workers with 1 GPU each, more than the cluster can "
+        "give, even when it is idle; it has node ip-a: 3 GPU (1 GPU free), node ip-b: 4 GPU (0 GPU free)"
     )
