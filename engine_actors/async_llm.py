@@ -15,6 +15,7 @@ from engine_actors.input_processor import InputProcessor, ProcessedRequest, Prom
 from engine_actors.llm import as_prompt_list, broadcast
 from engine_actors.output_processor import OutputProcessor
 from engine_actors.outputs import RequestOutput
+from engine_actors.ray_places import place_of_worker
 from scheduler.output import SchedulerStats
 from scheduler.sampling_params import RequestOutputKind, SamplingParams
 
@@ -252,6 +253,12 @@ class AsyncLLM:
     async def check_health(self) -> None:
         """Raise EngineDeadError unless the engine is alive and its step loop not stuck."""
         await self.client.check_health_async()
+
+    async def where(self) -> dict[str, str]:
+        """Node and process of each part of the engine: EngineCore and the workers, by rank."""
+        workers = await self.collective_rpc(place_of_worker)
+        core = {"EngineCore": await self.client.link.actor.where.remote()}
+        return core | {f"Worker {rank}": place for rank, place in enumerate(workers)}
 
     async def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes; False while requests hold blocks."""

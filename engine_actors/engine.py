@@ -16,7 +16,7 @@ from engine_actors.config import EngineConfig
 from engine_actors.input_processor import PromptType
 from engine_actors.llm import as_conversation_list
 from engine_actors.outputs import RequestOutput
-from engine_actors.ray_places import place_of_this_process, place_of_worker
+from engine_actors.ray_places import place_of_this_process
 from scheduler.sampling_params import RequestOutputKind, SamplingParams
 
 MAX_CONCURRENT_CALLS = 10_000
@@ -132,9 +132,7 @@ class EngineActor:
 
     async def where(self) -> dict[str, str]:
         """Node and process of each part."""
-        places = {"Engine": place_of_this_process(), "EngineCore": await self._llm.client.link.actor.where.remote()}
-        workers = await self._llm.collective_rpc(place_of_worker)
-        return places | {f"Worker {rank}": place for rank, place in enumerate(workers)}
+        return {"Engine": place_of_this_process(), **await self._llm.where()}
 
     async def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes; False while requests hold blocks."""

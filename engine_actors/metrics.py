@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
@@ -49,19 +49,26 @@ def token_count_buckets(max_model_len: int) -> tuple[int, ...]:
 
 
 class Histogram:
-    """Counts per bucket, and the sum. Not thread-safe."""
+    """Counts per bucket, and the sum. Not thread-safe.
 
-    __slots__ = ("bounds", "counts", "total")
+    Attributes:
+        unsent: When a list, (value, count) of each observation, for somebody who passes them on and empties it.
+    """
+
+    __slots__ = ("bounds", "counts", "total", "unsent")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = tuple(float(bound) for bound in bounds)
         self.counts = [0] * (len(self.bounds) + 1)
         self.total = 0.0
+        self.unsent: list[tuple[float, int]] | None = None
 
     def observe(self, value: float, count: int = 1) -> None:
         """Take in `value`, `count` times."""
         self.counts[bisect_left(self.bounds, value)] += count
         self.total += value * count
+        if self.unsent is not None:
+            self.unsent.append((value, count))
 
     def cumulative(self) -> list[tuple[str, float]]:
         """(upper bound, observations up to it), as Prometheus wants them."""
@@ -241,12 +248,14 @@ class ServerMetrics(Collector):
         yield from _http_families(self.http)
 
 
-_GAUGES = (
+# What is exposed: (name, text, value of an EngineMetrics). Also read by serve/ray_metrics.py.
+
+GAUGES: tuple[tuple[str, str, Callable[[EngineMetrics], float]], ...] = (
     ("num_requests_running", "Sequences in the batch.", lambda m: m.stats.num_running),
     ("num_requests_waiting", "Sequences that wait to be scheduled.", lambda m: m.stats.num_waiting),
     ("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", lambda m: m.stats.kv_cache_usage),
 )
-_COUNTERS = (
+COUNTERS: tuple[tuple[str, str, Callable[[EngineMetrics], float]], ...] = (
     ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda m: m.prefix_cache_queries),
     ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda m: m.prefix_cache_hits),
     ("num_preemptions", "Sequences that lost their KV blocks and were recomputed.", lambda m: m.num_preemptions),
@@ -254,7 +263,7 @@ _COUNTERS = (
     ("prompt_tokens_cached", "Prompt tokens served from the prefix cache.", lambda m: m.num_prompt_tokens_cached),
     ("generation_tokens", "Tokens generated.", lambda m: m.num_generated_tokens),
 )
-_HISTOGRAMS = (
+HISTOGRAMS: tuple[tuple[str, str, Callable[[EngineMetrics], Histogram]], ...] = (
     ("time_to_first_token_seconds", "From arrival to the first token.", lambda m: m.ttft_s),
     ("inter_token_latency_seconds", "Between consecutive tokens.", lambda m: m.inter_token_s),
     ("request_time_per_output_token_seconds", "Mean time per token after the first, of each request.",
@@ -272,17 +281,17 @@ _HISTOGRAMS = (
 
 def _engine_families(engines: Sequence[EngineMetrics], prefix: str) -> Iterator[Metric]:
     labels = ("model_name", "engine")
-    for name, text, value in _GAUGES:
+    for name, text, value in GAUGES:
         gauge = GaugeMetricFamily(prefix + name, text, labels=labels)
         for engine in engines:
             gauge.add_metric(list(engine.labels.values()), value(engine))
         yield gauge
-    for name, text, value in _COUNTERS:
+    for name, text, value in COUNTERS:
         counter = CounterMetricFamily(prefix + name, text, labels=labels)
         for engine in engines:
             counter.add_metric(list(engine.labels.values()), value(engine))
         yield counter
-    for name, text, histogram_of in _HISTOGRAMS:
+    for name, text, histogram_of in HISTOGRAMS:
         histogram = HistogramMetricFamily(prefix + name, text, labels=labels)
         for engine in engines:
             kept = histogram_of(engine)

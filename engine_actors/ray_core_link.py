@@ -238,13 +238,22 @@ def _create_actor(config: EngineConfig) -> Any:
         _check_resources(options)
     group: PlacementGroup | None = ray.util.get_current_placement_group()
     if group is not None:
+        # Beside its client, whose node's bundles may be few of the group's; an actor that computes needs room besides.
+        computes = bool(options.get("num_cpus") or options.get("num_gpus"))
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
-            group, placement_group_capture_child_tasks=True
+            group, -1 if computes else _bundle_here(group), placement_group_capture_child_tasks=True
         )
     else:
         node_id = ray.get_runtime_context().get_node_id()
         options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id, soft=True)
     return ray.remote(EngineCoreActor).options(**options).remote(config)
+
+
+def _bundle_here(group: PlacementGroup) -> int:
+    """A bundle of the group on this process's node; -1, any, if it has none here."""
+    node_id = ray.get_runtime_context().get_node_id()
+    bundles = ray.util.placement_group_table(group)["bundles_to_node_id"]
+    return next((int(index) for index, node in sorted(bundles.items()) if node == node_id), -1)
 
 
 def _check_resources(options: dict[str, Any]) -> None:

@@ -42,7 +42,7 @@ def create_app(models: Sequence[ServedModel], settings: ServerSettings | None = 
     app = FastAPI(title="Engine Actors", version=package_version(), redirect_slashes=False)
     app.router.routes.extend(routes)
     app.openapi = lambda: openapi_document(app.title, app.version)  # type: ignore[method-assign]
-    app.add_exception_handler(HTTPException, _raise_as_api_error)
+    app.add_exception_handler(HTTPException, raise_as_api_error)
     if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(settings.allowed_origins), allow_methods=["*"], allow_headers=["*"]
@@ -78,7 +78,7 @@ def _routes(state: ServerState, metrics: ServerMetrics) -> list[Route]:
     return routes
 
 
-async def _raise_as_api_error(request: Any, error: Exception) -> Any:
+async def raise_as_api_error(request: Any, error: Exception) -> Any:
     """Starlette's own 404 and 405: into the envelope, by way of the middleware."""
     status = error.status_code if isinstance(error, HTTPException) else 500
     headers = getattr(error, "headers", None)

@@ -113,6 +113,7 @@ class ServedModel:
             defaults=defaults,
             server_max_tokens=default.max_tokens if default.max_tokens != plain.max_tokens else None,
             root=config.model_config.model,
+            cache_config=_cache_facts(llm),
         )
         llm.add_stats_listener(model.metrics.observe_stats)
         return model
@@ -145,6 +146,17 @@ class ServedModel:
                 }
             ],
         }
+
+
+def _cache_facts(llm: Any) -> dict[str, Any]:
+    """For the metric `cache_config_info`, under vLLM's names."""
+    cache, capacity = llm.config.cache_config, llm.client.info.capacity
+    return {
+        "block_size": cache.block_size,
+        "num_gpu_blocks": capacity.num_blocks,
+        "enable_prefix_caching": cache.enable_prefix_caching,
+        "cache_dtype": cache.cache_dtype,
+    }
 
 
 class ServedModels:
