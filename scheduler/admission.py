@@ -34,9 +34,10 @@ class AdmissionLimits:
                 f"{name}: a prompt of {prompt} tokens leaves no room for output; prompt and output together may have "
                 f"max_model_len = {self.max_model_len}"
             )
-        if prompt > self.pool_tokens:
+        known = len(request.token_ids)  # a replayed request has more than its prompt
+        if known > self.pool_tokens:
             raise RequestRefusedError(
-                f"{name}: a prompt of {prompt} tokens is more than the {self.pool_tokens} tokens of one sequence that "
+                f"{name}: a prompt of {known} tokens is more than the {self.pool_tokens} tokens of one sequence that "
                 f"the KV cache holds"
             )
         if self.max_prompt_tokens is not None and prompt > self.max_prompt_tokens:

@@ -30,6 +30,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
         client_index: Which client gets the outputs.
         priority: Lower runs first under the priority policy.
         cache_salt: Separates prefix-cache entries of different tenants.
+        output_token_ids: int32 column. Tokens it generated in an engine that died; it goes on after them.
     """
 
     request_id: str
@@ -40,6 +41,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     client_index: int = 0
     priority: int = 0
     cache_salt: str | None = None
+    output_token_ids: bytes = b""
 
 
 class RequestStatus(enum.Enum):
@@ -107,12 +109,12 @@ class Request:
     def __init__(self, wire: EngineCoreRequest, sequence_number: int, block_size: int, queued_s: float) -> None:
         """
         Raises:
-            RequestRefusedError: `prompt_token_ids` is not a column of int32.
+            RequestRefusedError: `prompt_token_ids` or `output_token_ids` is not a column of int32.
         """
-        if len(wire.prompt_token_ids) % 4:
-            raise RequestRefusedError(
-                f"prompt_token_ids must be int32 packed in bytes, got {len(wire.prompt_token_ids)} bytes"
-            )
+        for name in ("prompt_token_ids", "output_token_ids"):
+            column = getattr(wire, name)
+            if len(column) % 4:
+                raise RequestRefusedError(f"{name} must be int32 packed in bytes, got {len(column)} bytes")
         params = wire.sampling_params
         self.request_id = wire.request_id
         self.client_index = wire.client_index
@@ -126,9 +128,10 @@ class Request:
         self.stop_token_ids = self.eos_token_ids.union(params.stop_token_ids)
         self.token_ids = unpack_int32(wire.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
+        self.token_ids.extend(unpack_int32(wire.output_token_ids))
         self.max_total_tokens = 0
         self.num_computed_tokens = 0
-        self.num_schedulable_tokens = self.num_prompt_tokens
+        self.num_schedulable_tokens = len(self.token_ids)
         self.num_cached_tokens = 0
         self.num_slots = 0
         self.kv = KVSequence(self.token_ids, root_hash(block_size, cache_salt=wire.cache_salt))
@@ -136,11 +139,24 @@ class Request:
         self.row = -1
         self.admitted_step = 0
         self.last_step = 0
-        self.has_started = False
+        self.has_started = len(self.token_ids) > self.num_prompt_tokens
         self.prompt_logprobs: list[PromptLogprobs] = []
         self.is_long = False
         self.num_preemptions = 0
         self.rank: Rank = ()
+
+    def wait(self) -> None:
+        """It has given back row and blocks, and is to be computed anew, with the tokens it has."""
+        self.kv = self.kv.restarted()
+        self.status = RequestStatus.WAITING
+        self.num_computed_tokens = self.num_slots = 0
+        self.num_schedulable_tokens = len(self.token_ids)
+
+    def restart(self) -> None:
+        """Its workers are gone, and with them what steps in flight would have brought."""
+        self.wait()
+        self.last_step = 0
+        self.prompt_logprobs = []
 
     @property
     def num_output_tokens(self) -> int:

@@ -33,6 +33,7 @@ from scheduler.output import (
     SchedulerStats,
     unpack_int32,
 )
+from scheduler.probation import Probation
 from scheduler.queues import RANKS, WaitingQueue
 from scheduler.request import EngineCoreRequest, Request, RequestStatus
 from scheduler.results import collect_outputs, end_of_request, finished
@@ -87,6 +88,23 @@ class Scheduler:
         self._num_interleaved_batches = 1 if self._async else max_concurrent_batches
         self._rank = RANKS[config.policy]
         self._clock = clock
+
+        self._requests: dict[str, Request] = {}
+        self._requests_of_client: dict[int, int] = {}
+        self._not_started: set[Request] = set()  # admitted, but without a first token
+        self._num_requests_ever = 0
+        self._probation = Probation()
+        self._send_known_tokens = send_known_tokens
+        self._begin(kv_cache_config)
+
+        self._ended_without_step: dict[int, list[FinishedRequest]] = {}
+        # The client that is owed stats: a request ended, and no output since has told what that freed.
+        self._stats_due: int | None = None
+        self._stats = SchedulerStats()
+
+    def _begin(self, kv_cache_config: KVCacheConfig) -> None:
+        """The state towards workers that have done no step yet."""
+        config = self.config
         self._kv = KVCacheManager(
             kv_cache_config,
             enable_prefix_caching=self.prefix_caching_enabled,
@@ -98,22 +116,12 @@ class Scheduler:
             max_prompt_tokens=None if self.chunked_prefill_enabled else config.max_num_batched_tokens,
             max_num_queued_requests=config.max_num_queued_requests,
         )
-
-        self._requests: dict[str, Request] = {}
-        self._requests_of_client: dict[int, int] = {}
         self._waiting = WaitingQueue()
         self._running: list[Request] = []
-        self._not_started: set[Request] = set()  # admitted, but without a first token
         self._rows = BatchRows(config.max_num_seqs, self._kv)
-        self._num_requests_ever = 0
-
         self._step = 0
         self._in_flight: deque[DispatchedStep] = deque()
-        self._known_tokens = KnownTokens() if send_known_tokens else None
-        self._ended_without_step: dict[int, list[FinishedRequest]] = {}
-        # The client that is owed stats: a request ended, and no output since has told what that freed.
-        self._stats_due: int | None = None
-        self._stats = SchedulerStats()
+        self._known_tokens = KnownTokens() if self._send_known_tokens else None
 
     # ---- requests come and go
 
@@ -185,6 +193,39 @@ class Scheduler:
         stats.num_waiting = len(self._waiting)
         stats.kv_cache_usage = self._kv.usage
         return stats
+
+    # ---- after a crash
+
+    def restart(self, kv_cache_config: KVCacheConfig, cause: str) -> None:
+        """Go on with new workers: every unfinished request waits to be computed anew, with the tokens it has.
+
+        A request that is found to crash the workers ends with an error (see `scheduler.probation`), and so does one
+        that the new workers' pool cannot hold.
+
+        Args:
+            kv_cache_config: Of the new workers, whose next step is step 1 again.
+            cause: What happened to the old ones.
+        """
+        computed = [request.request_id for request in self._running if request.last_step > self._rows.completed_step]
+        culprit = self._probation.crash(computed)
+        self._begin(kv_cache_config)
+        for request in self._requests.values():
+            request.restart()
+            request.max_total_tokens = self._limits.max_total_tokens(request)
+            request.rank = self._rank(request)
+            self._waiting.add(request)
+        if culprit is not None:
+            self._fail(self._requests[culprit], f"the workers crash whenever they compute this request: {cause}")
+        for request in list(self._requests.values()):
+            if len(request.token_ids) >= request.max_total_tokens:
+                self._fail(
+                    request, f"its {len(request.token_ids)} tokens do not fit into the KV cache any more: {cause}"
+                )
+
+    def _fail(self, request: Request, error: str) -> None:
+        self._finish(request)
+        end = finished(request, FinishReason.ERROR, error=error)
+        self._ended_without_step.setdefault(request.client_index, []).append(end)
 
     # ---- one step
 
@@ -259,7 +300,7 @@ class Scheduler:
         prefills = [request for request in prefills if request.num_remaining_tokens]
         reserved = sum(map(self._blocks_to_finish, prefills))
         while plan.budget and self._rows.free:
-            request = self._waiting.first(self._long_allowed(prefills))
+            request = self._next_waiting(prefills)
             # A request preempted with a step in flight may get one more token from it; it starts with all its tokens.
             if request is None or request.last_step > self._rows.completed_step:
                 return
@@ -277,11 +318,17 @@ class Scheduler:
                 prefills.append(request)
                 reserved += self._blocks_to_finish(request)
 
+    def _next_waiting(self, prefills: list[Request]) -> Request | None:
+        if self._probation and (trial := self._probation.trial) is not None:
+            # Nothing else may be in the workers when they crash.
+            return None if self._running or self._in_flight else self._requests[trial]
+        return self._waiting.first(self._long_allowed(prefills))
+
     def _start(self, plan: StepPlan, request: Request, hit: PrefixHit, count: int) -> None:
         """Move a request from the waiting queue into the batch; `count` tokens after the hit are computed."""
         self._waiting.remove(request)
         self._kv.start(request.kv, hit, hit.num_tokens + count)
-        if request.num_preemptions == 0:
+        if request.admitted_step == 0 and not request.has_started:
             request.scheduled_s = self._clock()
             request.num_cached_tokens = hit.num_tokens
             self._not_started.add(request)
@@ -376,13 +423,13 @@ class Scheduler:
     def _preempt(self, plan: StepPlan, request: Request) -> None:
         """Take everything from a running request; it waits to be computed anew. Tokens in flight still reach it."""
         plan.drop_decode(request)
+        self._put_back(request)
+
+    def _put_back(self, request: Request) -> None:
         self._running.remove(request)
         self._rows.retire(request)
-        request.kv = request.kv.restarted()
-        request.status = RequestStatus.WAITING
         request.num_preemptions += 1
-        request.num_computed_tokens = request.num_slots = 0
-        request.num_schedulable_tokens = len(request.token_ids)
+        request.wait()
         request.rank = self._rank(request)
         self._waiting.add(request)
         self._stats.num_preemptions += 1
@@ -422,6 +469,8 @@ class Scheduler:
             self._finish(request)
         if ended:
             self._drop_finished_from_running()
+        if self._probation:
+            self._acquit(requests)
         outputs = collect_outputs(
             requests, tokens, logprobs, ended, started, clients[0] if len(clients) == 1 else None, self._clock()
         )
@@ -431,6 +480,15 @@ class Scheduler:
                 self._stats_due = None
             break
         return outputs
+
+    def _acquit(self, requests: list[Request]) -> None:
+        """These got a token and so did not crash the workers. Whoever was tried makes room for the next."""
+        for request in requests:
+            self._probation.clear(request.request_id)
+        trial = self._probation.trial
+        if trial is not None:
+            for request in [other for other in self._running if other.request_id != trial]:
+                self._put_back(request)
 
     def _take_in_flight(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> DispatchedStep:
         expected = self._in_flight[0].step if self._in_flight else None
@@ -468,6 +526,7 @@ class Scheduler:
         else:
             del self._requests_of_client[request.client_index]
         self._not_started.discard(request)
+        self._probation.clear(request.request_id)
         if request.status is RequestStatus.RUNNING:
             self._rows.retire(request)
         else:

@@ -52,6 +52,10 @@ class Sent:
     events: RequestEvents | None = None
 
 
+CRASH = "worker rank 0 died"
+"""What `Harness.crash` gives as cause."""
+
+
 class Harness:
     """A scheduler, its workers, and up to `depth` steps in flight.
 
@@ -155,6 +159,17 @@ class Harness:
         self.check()
         return outputs
 
+    def crash(self, num_blocks: int | None = None) -> None:
+        """The workers die with the steps in flight; new ones, perhaps with another pool, take over."""
+        if num_blocks is not None:
+            self.kv_config = KVCacheConfig(num_blocks, self.kv_config.groups)
+        self.in_flight.clear()
+        self.worker = FakeWorker(self.kv_config)
+        self.first_stage = FakeWorker(self.kv_config, samples=False) if self.first_stage is not None else None
+        self.scheduler.restart(self.kv_config, CRASH)
+        self._take(self.scheduler.take_outputs())
+        self.check()
+
     def step(self) -> SchedulerOutput | None:
         """As an engine does: fill the queue of steps in flight before draining it."""
         message = self.schedule() if len(self.in_flight) < self.depth else None
@@ -195,7 +210,8 @@ class Harness:
         for request_id, sent in self.sent.items():
             assert sent.finished is not None, f"request {request_id} never ended"
             tokens, reason, stop_reason = self.expected(sent)
-            if sent.finished.reason is FinishReason.ABORT:
+            crashed = CRASH in (sent.finished.error or "")
+            if crashed or sent.finished.reason is FinishReason.ABORT:
                 assert tuple(sent.tokens) == tokens[: len(sent.tokens)], f"request {request_id}"
             else:
                 assert tuple(sent.tokens) == tokens, f"request {request_id}"

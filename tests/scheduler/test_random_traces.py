@@ -1,7 +1,8 @@
 """Thousands of random traces: whatever happens around a request, its tokens are those it would have alone.
 
 Each trace draws a configuration (pool and block sizes, KV groups, budgets, policy, async or pipeline depth) and a
-sequence of arrivals, aborts, schedules and updates in any order. `Harness` checks the invariants after each call.
+sequence of arrivals, aborts, schedules, updates and crashes of the workers in any order. `Harness` checks the
+invariants after each call.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from tests.scheduler.harness import Harness
 BASES = [[1] * 80, list(range(80)), [3, 1, 4, 1, 5, 9, 2, 6] * 10]
 # Tokens that end a request: hit never, after some 25 tokens, after some 8.
 STOPS = [(), (), (), (), tuple(range(0, VOCABULARY, 25)), tuple(range(3, VOCABULARY, 8))]
+CRASHES = 0.02  # of all actions
 ACTIONS = ["add", "add", "schedule", "update", "step", "step", "step", "abort"]
 
 
@@ -79,8 +81,10 @@ def play(rng: random.Random) -> Harness:
     harness = Harness(**configuration(rng))
     harness.scheduler.headroom_blocks = rng.choice([0, 0, 1])  # without headroom there are more preemptions
     for _ in range(rng.randint(1, 60)):
-        action = rng.choice(ACTIONS)
-        if action == "add":
+        action = "crash" if rng.random() < CRASHES else rng.choice(ACTIONS)
+        if action == "crash":
+            harness.crash()
+        elif action == "add":
             add(harness, arrival(rng, harness.config.max_model_len))
         elif action == "schedule" and len(harness.in_flight) < harness.depth:
             harness.schedule()
