@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 ENGINE_CORES = ("actor", "inproc")
 GENERATION_CONFIGS = ("auto", "vllm")
+RECOVERIES = ("none", "replay")
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 DEFAULT_MAX_NUM_SEQS = 256
 ALIASES = {"scheduling_policy": "policy", "kv_cache_dtype": "cache_dtype"}
@@ -41,6 +42,11 @@ class EngineConfig:
         max_logprobs: Most log-probabilities per token a request may ask for; -1 is no limit.
         skip_tokenizer_init: Work on token ids only; text prompts, text outputs and stop strings are then refused.
         shutdown_timeout_s: At shutdown, let requests in flight run on for up to so long; 0 aborts them.
+        recovery: "none": a failure ends the engine, and every call raises EngineDeadError. "replay": workers that fail,
+            or EngineCore itself, are started anew and every unfinished request goes on where it was. Needs
+            engine_core="actor".
+        recovery_timeout_s: From a failure until the engine works again, waiting for resources included; then it ends.
+        max_recovery_attempts: Starts of new workers, or of a new EngineCore, that may fail in a row.
         executor_class: An `executors.base.Executor` class of your own instead of distributed_executor_backend's.
     """
 
@@ -53,6 +59,9 @@ class EngineConfig:
     max_logprobs: int = 20
     skip_tokenizer_init: bool = False
     shutdown_timeout_s: float = 0.0
+    recovery: str = "none"
+    recovery_timeout_s: float = 300.0
+    max_recovery_attempts: int = 3
     executor_class: Callable[..., Executor] | None = None
 
     def __post_init__(self) -> None:
@@ -64,6 +73,16 @@ class EngineConfig:
             raise ValueError(f"max_logprobs must be at least 0, or -1 (no limit), got {self.max_logprobs!r}")
         if not self.shutdown_timeout_s >= 0:
             raise ValueError(f"shutdown_timeout_s must be at least 0, got {self.shutdown_timeout_s!r}")
+        if self.recovery not in RECOVERIES:
+            raise ValueError(f"recovery must be one of {RECOVERIES}, got {self.recovery!r}")
+        if self.replays and self.engine_core == "inproc":
+            raise ValueError(
+                "recovery='replay' needs engine_core='actor': EngineCore in the caller's process ends with what fails in it"
+            )
+        if not self.recovery_timeout_s > 0:
+            raise ValueError(f"recovery_timeout_s must be positive, got {self.recovery_timeout_s!r}")
+        if self.max_recovery_attempts < 1:
+            raise ValueError(f"max_recovery_attempts must be at least 1, got {self.max_recovery_attempts!r}")
         if self.scheduler_config.async_scheduling and self.parallel_config.pipeline_parallel_size > 1:
             raise ValueError(
                 f"async_scheduling=True cannot be combined with pipeline_parallel_size "
@@ -76,6 +95,10 @@ class EngineConfig:
     @property
     def uses_ray_executor(self) -> bool:
         return self.executor_class is None and self.parallel_config.distributed_executor_backend == "ray"
+
+    @property
+    def replays(self) -> bool:
+        return self.recovery == "replay"
 
     @staticmethod
     def from_kwargs(model: str, **kwargs: Any) -> EngineConfig:
@@ -126,6 +149,9 @@ _OWN_FIELDS: dict[str, Any] = {
     "max_logprobs": int,
     "skip_tokenizer_init": bool,
     "shutdown_timeout_s": float,
+    "recovery": str,
+    "recovery_timeout_s": float,
+    "max_recovery_attempts": int,
     "executor_class": Any,
 }
 

@@ -44,6 +44,14 @@ class CoreInfo:
     capacity: CapacityReport
 
 
+@dataclass(frozen=True)
+class NewWorkers:
+    """Workers that take the place of failed ones, ready for step 1."""
+
+    executor: Executor
+    plan: KVCachePlan
+
+
 @dataclass(slots=True)
 class PendingStep:
     """A step that was dispatched and not yet finished."""
@@ -65,7 +73,7 @@ class EngineCore:
     def __init__(self, config: EngineConfig) -> None:
         self.executor = make_executor(config)
         try:
-            plan = _initialize_kv_cache(self.executor, config)
+            plan = _initialize_kv_cache(self.executor, config, auto_fit=config.model_config.max_model_len == -1)
             self.config = _settle(config, plan)
             self.scheduler = Scheduler(
                 self.config.scheduler_config,
@@ -82,10 +90,11 @@ class EngineCore:
         self._batch_queue: deque[PendingStep] = deque()
         self._refused: dict[int, list[FinishedRequest]] = {}
         self.step_fn = self.step if self.max_concurrent_batches == 1 else self.step_with_batch_queue
+        # The executor is looked up when it is called: recovery replaces it.
         self._utilities: dict[str, tuple[Callable[..., Any], bool]] = {
             "reset_prefix_cache": (self.scheduler.reset_prefix_cache, False),
-            "check_health": (self.executor.check_health, True),
-            "collective_rpc": (self.executor.collective_rpc, True),
+            "check_health": (lambda: self.executor.check_health(), True),
+            "collective_rpc": (lambda *args, **kwargs: self.executor.collective_rpc(*args, **kwargs), True),
         }
 
     # Requests
@@ -174,6 +183,35 @@ class EngineCore:
         pending = queue.popleft()
         return self.finish_step(pending, pending.future.result())
 
+    # Recovery
+
+    def start_new_workers(self, timeout_s: float) -> NewWorkers:
+        """Clear away the failed workers and start others, which take memory and weights anew. Blocks, and leaves
+        the scheduler alone: call it in a thread, and pass the result to `go_on_with`.
+
+        Raises:
+            ExecutorFailedError: They could not start within the time, e.g. because nothing has room for them.
+        """
+        self.executor.shutdown()
+        # A node that was lost may come back, or another take its place.
+        parallel_config = replace(self.config.parallel_config, startup_timeout_s=timeout_s, wait_for_nodes=True)
+        executor = make_executor(replace(self.config, parallel_config=parallel_config))
+        try:
+            return NewWorkers(executor, _initialize_kv_cache(executor, self.config, auto_fit=False))
+        except BaseException:
+            executor.shutdown()
+            raise
+
+    def go_on_with(self, workers: NewWorkers, cause: str) -> None:
+        """Replay every unfinished request on new workers. What the steps in flight would have brought is dropped.
+
+        Args:
+            cause: What happened to the old ones.
+        """
+        self.executor = workers.executor
+        self._batch_queue.clear()
+        self.scheduler.restart(workers.plan.configs[0], cause)
+
     # Utilities
 
     def utility(self, name: str) -> tuple[Callable[..., Any], bool]:
@@ -203,7 +241,7 @@ def make_executor(config: EngineConfig) -> Executor:
     return make(config.model_config, config.cache_config, config.scheduler_config, config.parallel_config)
 
 
-def _initialize_kv_cache(executor: Executor, config: EngineConfig) -> KVCachePlan:
+def _initialize_kv_cache(executor: Executor, config: EngineConfig, *, auto_fit: bool) -> KVCachePlan:
     """Ask the workers what they need and have, divide it, and let them allocate."""
     specs = executor.get_kv_cache_specs()
     cache_config = config.cache_config
@@ -217,7 +255,7 @@ def _initialize_kv_cache(executor: Executor, config: EngineConfig) -> KVCachePla
         cache_config,
         max_model_len=config.scheduler_config.max_model_len,
         max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
-        auto_fit=config.model_config.max_model_len == -1,
+        auto_fit=auto_fit,
     )
     executor.initialize_from_config(plan.configs)
     logger.info("%s", plan.report)

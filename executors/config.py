@@ -74,6 +74,8 @@ class ParallelConfig:
         torch_num_threads: Threads per CPU worker; None divides the node's processors among its workers.
         step_timeout_s: Deadline of one step, in force on driver and workers.
         startup_timeout_s: Deadline for placing, starting and loading all workers.
+        wait_for_nodes: Wait up to that deadline for nodes to join a cluster that cannot hold the workers (an autoscaler
+            adds them), instead of refusing at once.
     """
 
     tensor_parallel_size: int = 1
@@ -87,6 +89,7 @@ class ParallelConfig:
     torch_num_threads: int | None = None
     step_timeout_s: float = 300.0
     startup_timeout_s: float = 600.0
+    wait_for_nodes: bool = False
 
     @property
     def world_size(self) -> int:

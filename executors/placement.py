@@ -60,7 +60,13 @@ class Placement:
 
 
 def place_workers(
-    tp_size: int, pp_size: int, demand: Resources, *, strategy: str | None, deadline_s: float
+    tp_size: int,
+    pp_size: int,
+    demand: Resources,
+    *,
+    strategy: str | None,
+    deadline_s: float,
+    wait_for_nodes: bool = False,
 ) -> Placement:
     """Find room for tp_size × pp_size workers, waiting for busy resources until the deadline.
 
@@ -70,17 +76,20 @@ def place_workers(
         demand: Resources of one worker, e.g. {"CPU": 1.0}.
         strategy: Of an own group; None is "PACK".
         deadline_s: `time.monotonic()` of the deadline.
+        wait_for_nodes: See ParallelConfig.
 
     Raises:
         ResourcesUnavailableError: The cluster (or the caller's group) never has room, or had none in time.
     """
     current = ray.util.get_current_placement_group()
     if current is not None:
+        if wait_for_nodes:
+            _wait_until_rescheduled(current, deadline_s)
         captures = ray._private.worker.global_worker.should_capture_child_tasks_in_placement_group
         bundles = _free_bundles(current, available=not captures)
         if captures or sum(_fits(bundle, demand) for bundle in bundles.values()) >= tp_size * pp_size:
             return _place_in_current(current, tp_size, pp_size, demand, deadline_s)
-    return _place_in_own(tp_size, pp_size, demand, strategy or "PACK", deadline_s)
+    return _place_in_own(tp_size, pp_size, demand, strategy or "PACK", deadline_s, wait_for_nodes)
 
 
 def owner_name() -> str:
@@ -121,29 +130,55 @@ def _is_dead_actor(owner: str) -> bool:
     return bool(info) and info["State"] == "DEAD"
 
 
-def _place_in_own(tp_size: int, pp_size: int, demand: Resources, strategy: str, deadline_s: float) -> Placement:
+def _place_in_own(
+    tp_size: int, pp_size: int, demand: Resources, strategy: str, deadline_s: float, wait_for_nodes: bool = False
+) -> Placement:
     remove_orphaned_placement_groups()
     stage = {name: amount * tp_size for name, amount in demand.items()}
     by_stage = _never_fits([stage] * pp_size, strategy) is None
     bundles = [stage] * pp_size if by_stage else [dict(demand)] * (tp_size * pp_size)
     problem = None if by_stage else _never_fits(bundles, strategy)
-    if problem is not None:
+    if problem is not None and not wait_for_nodes:
         raise ResourcesUnavailableError(_shortage(tp_size, pp_size, demand, problem))
     name = f"{NAME_PREFIX}.{owner_name()}.{uuid.uuid4().hex[:8]}"
     group = ray.util.placement_group(bundles, strategy=strategy, name=name)
+    lost_its_node = False
+
+    def is_settled() -> bool:
+        nonlocal lost_its_node
+        # Whole seconds are Ray's resolution here.
+        if group.wait(timeout_seconds=1):
+            return True
+        lost_its_node = by_stage and _never_fits(bundles, strategy) is not None
+        return lost_its_node
+
     try:
         _wait_until(
-            # Whole seconds are Ray's resolution here.
-            lambda: group.wait(timeout_seconds=1),
+            is_settled,
             deadline_s,
-            lambda: _shortage(tp_size, pp_size, demand, "the rest is in use"),
+            lambda: _shortage(tp_size, pp_size, demand, problem or "the rest is in use"),
         )
+        if lost_its_node:  # smaller bundles may fit
+            ray.util.remove_placement_group(group)
+            return _place_in_own(tp_size, pp_size, demand, strategy, deadline_s, wait_for_nodes)
         nodes = _bundle_nodes(group)
         order = [rank // tp_size if by_stage else rank for rank in range(tp_size * pp_size)]
         return Placement(group, True, _places(order, nodes))
     except BaseException:
         ray.util.remove_placement_group(group)
         raise
+
+
+def _wait_until_rescheduled(group: PlacementGroup, deadline_s: float) -> None:
+    """A group that lost a node is placed anew by Ray, when there is room."""
+
+    def is_up() -> bool:
+        up = ray.util.placement_group_table(group)["state"] == "CREATED"
+        if not up:
+            time.sleep(_POLL_S)
+        return up
+
+    _wait_until(is_up, deadline_s, lambda: "the current placement group lost a node, and no other has room for it")
 
 
 def _place_in_current(

@@ -80,7 +80,12 @@ class RayExecutor(Executor):
         deadline_s = time.monotonic() + parallel_config.startup_timeout_s
         demand = _worker_demand(parallel_config, self._device)
         self.placement: Placement = place_workers(
-            tp_size, self._pp_size, demand, strategy=parallel_config.placement_strategy, deadline_s=deadline_s
+            tp_size,
+            self._pp_size,
+            demand,
+            strategy=parallel_config.placement_strategy,
+            deadline_s=deadline_s,
+            wait_for_nodes=parallel_config.wait_for_nodes,
         )
         try:
             self._create_workers(demand)
