@@ -16,6 +16,7 @@ from engine_actors.llm import as_prompt_list, broadcast
 from engine_actors.output_processor import OutputProcessor
 from engine_actors.outputs import RequestOutput
 from engine_actors.ray_places import place_of_worker
+from engine_actors.replay import RecoveryStats
 from scheduler.output import SchedulerStats
 from scheduler.sampling_params import RequestOutputKind, SamplingParams
 
@@ -239,6 +240,11 @@ class AsyncLLM:
     @property
     def is_running(self) -> bool:
         return self.client.dead_error is None
+
+    @property
+    def recovery_stats(self) -> RecoveryStats:
+        """What recoveries cost so far, and whether one is under way. All zero without `recovery="replay"`."""
+        return self.client.recovery_stats
 
     def add_stats_listener(self, listener: Callable[[SchedulerStats], None]) -> None:
         """Call `listener` on the event loop with each report of the scheduler, about once per step."""

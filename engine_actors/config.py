@@ -77,7 +77,7 @@ class EngineConfig:
             raise ValueError(f"recovery must be one of {RECOVERIES}, got {self.recovery!r}")
         if self.replays and self.engine_core == "inproc":
             raise ValueError(
-                "recovery='replay' needs engine_core='actor': EngineCore in the caller's process ends with what fails in it"
+                "recovery='replay' needs engine_core='actor': an EngineCore in the caller's process cannot start anew"
             )
         if not self.recovery_timeout_s > 0:
             raise ValueError(f"recovery_timeout_s must be positive, got {self.recovery_timeout_s!r}")

@@ -185,6 +185,10 @@ class EngineCore:
 
     # Recovery
 
+    @property
+    def runs_worker_in_process(self) -> bool:
+        return self.config.executor_class is None and not self.config.uses_ray_executor
+
     def start_new_workers(self, timeout_s: float) -> NewWorkers:
         """Clear away the failed workers and start others, which take memory and weights anew. Blocks, and leaves
         the scheduler alone: call it in a thread, and pass the result to `go_on_with`.

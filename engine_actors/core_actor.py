@@ -17,6 +17,7 @@ from typing import Any
 
 from engine_actors.config import EngineConfig
 from engine_actors.core import CoreInfo, EngineCore, OutputsByClient, PendingStep
+from engine_actors.core_recovery import RecoveryFailedError, WorkerRecovery
 from engine_actors.core_streams import Inbox, Outbox
 from engine_actors.errors import EngineDeadError
 from engine_actors.messages import (
@@ -26,6 +27,7 @@ from engine_actors.messages import (
     ExecutorFailed,
     FromClient,
     InputMessage,
+    RecoveryNotice,
     ShutdownMessage,
     UtilityMessage,
     Wakeup,
@@ -47,7 +49,7 @@ class HealthReport:
     """The step loop as its own process sees it.
 
     Attributes:
-        state: "running", "stopping", "stopped" or "dead".
+        state: "running", "recovering", "stopping", "stopped" or "dead".
         cause: Why it is dead.
         oldest_step_age_s: How long the oldest dispatched step has been running; 0 when none is.
         since_progress_s: Seconds since the loop last finished a step or found nothing to do.
@@ -80,6 +82,7 @@ class EngineCoreActor:
         self._outboxes: dict[int, Outbox] = {}
         self._requests: dict[int, set[str]] = {}
         self._core: EngineCore
+        self._recovery: WorkerRecovery
         self._busy_loop_task: asyncio.Task[None]
         self._in_flight: deque[_InFlight] = deque()
         self._utility: asyncio.Task[None] | None = None
@@ -87,6 +90,7 @@ class EngineCoreActor:
         self._waiting_utilities: deque[tuple[int, UtilityMessage]] = deque()
         self._state = "running"
         self._cause: str | None = None
+        self._may_replay = False
         self._num_steps = 0
         self._progress_s = time.monotonic()
 
@@ -94,15 +98,19 @@ class EngineCoreActor:
 
     async def start(self) -> CoreInfo:
         """Start the workers, load the model and begin to serve. Raises what went wrong; the actor is then of no use."""
-        loop = asyncio.get_running_loop()
         self._core = await asyncio.to_thread(EngineCore, self._config)
-
-        def on_failure(error: ExecutorFailedError) -> None:
-            loop.call_soon_threadsafe(self._put, ExecutorFailed(error))
-
-        self._core.executor.register_failure_callback(on_failure)
+        self._recovery = WorkerRecovery(self._core, self._config, self._changed.set)
+        self._watch_executor()
         self._busy_loop_task = asyncio.create_task(self._run())
         return self._core.info
+
+    def _watch_executor(self) -> None:
+        loop, executor = asyncio.get_running_loop(), self._core.executor
+
+        def on_failure(error: ExecutorFailedError) -> None:
+            loop.call_soon_threadsafe(self._put, ExecutorFailed(error, executor))
+
+        executor.register_failure_callback(on_failure)
 
     async def send(self, client_index: int, sequence: int, data: bytes) -> None:
         """Messages of one client (`encode_messages`). `sequence` counts its calls from 0; they come in any order."""
@@ -145,7 +153,9 @@ class EngineCoreActor:
     async def health(self) -> HealthReport:
         now = time.monotonic()
         oldest = now - self._in_flight[0].dispatched_s if self._in_flight else 0.0
-        return HealthReport(self._state, self._cause, self._num_steps, oldest, now - self._progress_s)
+        recovering = self._state == "running" and self._recovery.under_way
+        state = "recovering" if recovering else self._state
+        return HealthReport(state, self._cause, self._num_steps, oldest, now - self._progress_s)
 
     async def where(self) -> str:
         return place_of_this_process()
@@ -154,13 +164,20 @@ class EngineCoreActor:
 
     async def _run(self) -> None:
         try:
-            await self._busy_loop()
+            while True:
+                try:
+                    await self._busy_loop()
+                except RecoveryFailedError:
+                    raise
+                except ExecutorFailedError as error:
+                    self._recovery.begin(error)
+                    self._drop_steps()
         except _StopNow:
             self._state = "stopped"
         except Exception as error:
             self._die(error)
-        for step in self._in_flight:
-            step.result.cancel()
+        self._drop_steps()
+        await self._recovery.abandon()
         # Workers and their placement group are given back before clients hear of the end.
         try:
             await asyncio.to_thread(self._core.shutdown)
@@ -169,10 +186,17 @@ class EngineCoreActor:
         for outbox in self._outboxes.values():
             outbox.stop()
 
+    def _drop_steps(self) -> None:
+        for step in self._in_flight:
+            step.result.cancel()
+        self._in_flight.clear()
+
     async def _busy_loop(self) -> None:
         core = self._core
         while True:
             self._changed.clear()
+            if self._recovery.is_done:
+                self._go_on()
             # First of all: aborts count before the tokens of a step that has ended meanwhile.
             self._drain_input()
             if self._state == "stopping" and not core.has_requests():
@@ -183,7 +207,7 @@ class EngineCoreActor:
             self._publish(core.take_outputs())
             if not self._in_flight:
                 self._progress_s = time.monotonic()
-                if self._utility is None and core.has_requests():
+                if self._utility is None and not self._recovery.under_way and core.has_requests():
                     await asyncio.sleep(YIELD_S)
                     continue
             await self._changed.wait()
@@ -191,7 +215,9 @@ class EngineCoreActor:
     def _begin_step(self) -> bool:
         """Dispatch a step if another may be in flight and there is something to run."""
         core = self._core
-        if self._utility is not None or len(self._in_flight) >= core.max_concurrent_batches:
+        if self._utility is not None or self._recovery.under_way:
+            return False
+        if len(self._in_flight) >= core.max_concurrent_batches:
             return False
         pending = core.begin_step() if core.has_requests() else None
         if pending is None:
@@ -215,8 +241,20 @@ class EngineCoreActor:
         outputs = self._core.finish_step(step.pending, step.result.result())
         self._num_steps += 1
         self._progress_s = time.monotonic()
+        self._recovery.note_progress()
         self._publish(outputs)
         return True
+
+    def _go_on(self) -> None:
+        """New workers are there, or cannot be had, which raises."""
+        lost_s = self._recovery.finish()
+        self._watch_executor()
+        notice = RecoveryNotice(self._recovery.cause, lost_s, self._core.scheduler.num_unfinished_requests)
+        logger.warning("Recovered in %.1f s; %d requests go on", lost_s, notice.num_replayed)
+        for outbox in self._outboxes.values():
+            outbox.put_recovery(notice)
+        self._publish(self._core.take_outputs())
+        self._start_waiting_utility()
 
     # Input
 
@@ -230,8 +268,9 @@ class EngineCoreActor:
             match message:
                 case FromClient(client_index, client_message):
                     self._handle(client_index, client_message)
-                case ExecutorFailed(error):
-                    raise error
+                case ExecutorFailed(error, executor):
+                    if executor is self._core.executor and not self._recovery.under_way:
+                        raise error
                 case Wakeup():
                     self._start_waiting_utility()
 
@@ -286,7 +325,7 @@ class EngineCoreActor:
         except Exception as error:
             self._outbox(client_index).put_utility(utility_failure(message.call_id, error))
             return
-        if self._utility is not None:
+        if self._utility is not None or self._recovery.under_way:
             self._waiting_utilities.append((client_index, message))
             return
         # No step is dispatched meanwhile, so that all workers see calls and steps in one order.
@@ -305,7 +344,7 @@ class EngineCoreActor:
         self._put(Wakeup())
 
     def _start_waiting_utility(self) -> None:
-        if self._waiting_utilities and self._utility is None:
+        if self._waiting_utilities and self._utility is None and not self._recovery.under_way:
             self._call_utility(*self._waiting_utilities.popleft())
 
     # Output
@@ -315,7 +354,7 @@ class EngineCoreActor:
         if outbox is None:
             outbox = self._outboxes[client_index] = Outbox()
             if self._state == "dead":
-                outbox.die(self._cause or "")
+                outbox.die(self._cause or "", self._may_replay)
             elif self._state == "stopped":
                 outbox.stop()
         return outbox
@@ -331,8 +370,9 @@ class EngineCoreActor:
         """Tell every client, with the cause."""
         self._state, self._cause = "dead", f"{type(error).__name__}: {error}"
         logger.error("EngineCore failed and ends: %s", self._cause, exc_info=error)
+        self._may_replay = not isinstance(error, RecoveryFailedError)
         for outbox in self._outboxes.values():
-            outbox.die(self._cause)
+            outbox.die(self._cause, self._may_replay)
 
 
 class _StopNow(Exception):

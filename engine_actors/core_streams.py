@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
-from engine_actors.messages import OutputBatch, UtilityOutput, encode_batch
+from engine_actors.messages import OutputBatch, RecoveryNotice, UtilityOutput, encode_batch
 from scheduler.output import EngineCoreOutputs
 
 LINGER_S = 0.5
@@ -52,10 +52,16 @@ class Outbox:
             self._batch.utilities.append(output)
             self._changed.set()
 
-    def die(self, cause: str) -> None:
+    def put_recovery(self, notice: RecoveryNotice) -> None:
+        if not self._ended:
+            self._batch.recoveries.append(notice)
+            self._changed.set()
+
+    def die(self, cause: str, may_replay: bool = False) -> None:
         """End the stream, after what was put before, with ENGINE_CORE_DEAD."""
         if not self._ended:
             self._batch.engine_core_dead = cause
+            self._batch.may_replay = may_replay
             self._end()
 
     def stop(self) -> None:

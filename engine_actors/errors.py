@@ -6,6 +6,7 @@ from executors.base import ExecutorFailedError
 
 __all__ = [
     "EngineDeadError",
+    "EngineRecoveredError",
     "EngineStartupError",
     "ExecutorFailedError",
     "InvalidRequestError",
@@ -41,6 +42,11 @@ class EngineStartupError(RuntimeError):
 
 class EngineDeadError(RuntimeError):
     """The engine has failed; every pending and later call raises this. The text holds the cause. HTTP 503."""
+
+
+class EngineRecoveredError(RuntimeError):
+    """The engine failed and recovered while this call to it ran: it may or may not have been carried out. Requests are
+    replayed; utilities are not, since they may change something. HTTP 503."""
 
 
 class RequestAbortedError(RuntimeError):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from executors.base import Executor
 from scheduler.output import EngineCoreOutputs
 from scheduler.request import EngineCoreRequest
 
@@ -66,9 +67,14 @@ class Wakeup:
 
 @dataclass(frozen=True, slots=True)
 class ExecutorFailed:
-    """EXECUTOR_FAILED. Put on the actor's input queue by the executor's failure callback; the loop raises it."""
+    """EXECUTOR_FAILED. Put on the actor's input queue by the executor's failure callback; the loop raises it.
+
+    Attributes:
+        executor: Which one: after a recovery, the failure of the one before means nothing.
+    """
 
     error: Exception
+    executor: Executor
 
 
 InputMessage = FromClient | Wakeup | ExecutorFailed
@@ -87,11 +93,27 @@ class UtilityOutput(msgspec.Struct, array_like=True, gc=False, frozen=True):
     error: bytes | None = None
 
 
+class RecoveryNotice(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """The workers failed, and others have taken their place.
+
+    Attributes:
+        cause: Why the old ones failed.
+        lost_s: Seconds from the failure until the new ones were ready.
+        num_replayed: Unfinished requests of all clients that go on.
+    """
+
+    cause: str
+    lost_s: float
+    num_replayed: int
+
+
 class OutputBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """Everything for one client since the last batch; one item of its output stream.
 
     Attributes:
         engine_core_dead: ENGINE_CORE_DEAD: the engine failed, with the cause. The last batch of the stream.
+        may_replay: With ENGINE_CORE_DEAD: another EngineCore may be tried. Not so when recovery itself failed.
+        recoveries: Recoveries of the workers since the last batch.
         stopped: The engine was shut down in order. The last batch of the stream.
         paused_after: The stream ends because the client has nothing under way: this many of its calls have been
             handled. The client opens another with its next call, or at once if it has made more calls by now.
@@ -102,6 +124,8 @@ class OutputBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False)
     engine_core_dead: str | None = None
     stopped: bool = False
     paused_after: int | None = None
+    may_replay: bool = False
+    recoveries: list[RecoveryNotice] = []
 
     @property
     def is_last(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import threading
 from collections import deque
@@ -15,34 +16,53 @@ from ray.exceptions import GetTimeoutError, RayError
 from engine_actors.clients import EngineCoreClient, SyncCoreClient
 from engine_actors.config import EngineConfig
 from engine_actors.core_actor import HealthReport
-from engine_actors.errors import EngineDeadError
-from engine_actors.messages import AbortMessage, AddMessage, ClientMessage, OutputBatch
+from engine_actors.errors import EngineDeadError, EngineRecoveredError
+from engine_actors.messages import AbortMessage, AddMessage, ClientMessage, OutputBatch, UtilityMessage
 from engine_actors.ray_core_link import SHUT_DOWN, SHUTDOWN_GRACE_S, CoreLink
+from engine_actors.ray_recovery import CoreRecovery, note_worker_recoveries
 from engine_actors.ray_utilities import utility_message, utility_value
-from scheduler.output import EngineCoreOutputs
+from engine_actors.replay import RecoveryStats
+from scheduler.output import EngineCoreOutputs, FinishedRequest
 from scheduler.request import EngineCoreRequest
 
 
 class _RayClientBase(EngineCoreClient):
-    """What both have in common."""
+    """What both have in common.
+
+    Attributes:
+        link: To the EngineCore actor. Recovery replaces it.
+        recovery_stats: What recoveries cost so far.
+    """
 
     def __init__(self, config: EngineConfig, link: CoreLink) -> None:
         self._config = config
         self.link = link
         self.info = link.info
         self.client_index = link.client_index
+        self.recovery_stats = RecoveryStats()
+        self._recovery = CoreRecovery(config, link.info, self.recovery_stats) if config.replays else None
         self._call_ids = itertools.count()
+        self._final_error: EngineDeadError | None = None
 
     @property
     def dead_error(self) -> EngineDeadError | None:
-        return self.link.dead_error
+        return None if self._may_recover else self._final_error or self.link.dead_error
+
+    @property
+    def _may_recover(self) -> bool:
+        """EngineCore is dead, and another may take its place."""
+        return self._recovery is not None and self._final_error is None and self.link.may_replay
+
+    def _check_final(self) -> None:
+        if self._final_error is not None:
+            raise EngineDeadError(str(self._final_error)) from self._final_error.__cause__
 
     def _shutdown_timeout(self, timeout_s: float | None) -> float:
         return self._config.shutdown_timeout_s if timeout_s is None else timeout_s
 
     def _check_report(self, report: HealthReport) -> None:
         if report.cause is not None:
-            raise self.link.mark_dead(f"EngineCore failed: {report.cause}")
+            raise self.link.mark_lost(f"EngineCore failed: {report.cause}")
         limit_s = self._config.parallel_config.step_timeout_s
         if report.oldest_step_age_s > limit_s:
             raise EngineDeadError(
@@ -59,33 +79,62 @@ class RayClient(_RayClientBase, SyncCoreClient):
         self._unread: deque[EngineCoreOutputs] = deque()
 
     def add_requests(self, requests: Sequence[EngineCoreRequest]) -> None:
-        self.link.send([AddMessage(list(requests))])
+        to_send = list(requests)
+        if self._recovery is not None:
+            self._check_final()
+            to_send = self._recovery.log.add(to_send)
+        if to_send:
+            self._send_logged([AddMessage(to_send)])
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
-        self.link.send([AbortMessage(list(request_ids))])
+        to_send = list(request_ids)
+        if self._recovery is not None:
+            self._check_final()
+            to_send = self._recovery.log.abort(to_send)
+            self._keep_ends(self._recovery.log.take_aborted_held())
+        if to_send:
+            self._send_logged([AbortMessage(to_send)])
 
     def get_output(self) -> list[EngineCoreOutputs]:
         while not self._unread:
-            self._read()
+            try:
+                self._read()
+            except EngineDeadError as error:
+                self._recover(error)
         outputs = list(self._unread)
         self._unread.clear()
         return outputs
 
     def call_utility(self, name: str, *args: Any, **kwargs: Any) -> Any:
         call_id = next(self._call_ids)
-        self.link.send([utility_message(call_id, name, args, kwargs)])
+        message = utility_message(call_id, name, args, kwargs)
+        try:
+            self.link.send([message])
+        except EngineDeadError as error:
+            self._recover(error)
+            self.link.send([message])
         while True:
-            for answer in self._read().utilities:
+            try:
+                batch = self._read()
+            except EngineDeadError as error:
+                self._recover(error)
+                raise EngineRecoveredError(f"{name}: {error}; the engine has recovered, call it again") from error
+            for answer in batch.utilities:
                 if answer.call_id == call_id:
                     return utility_value(answer)
 
     def check_health(self) -> None:
+        self._check_final()
         try:
             report = self.link.health()
         except GetTimeoutError as error:
             raise EngineDeadError(f"EngineCore does not answer: {error}") from error
+        except EngineDeadError as error:
+            self._recover(error)
+            return
         except RayError as error:
-            raise self.link.mark_dead(f"EngineCore's process died: {error}", error) from error
+            self._recover(self.link.mark_lost(f"EngineCore's process died: {error}", error))
+            return
         self._check_report(report)
 
     def shutdown(self, timeout_s: float | None = None) -> None:
@@ -93,15 +142,55 @@ class RayClient(_RayClientBase, SyncCoreClient):
         if self.link.begin_shutdown(timeout_s):
             self.link.wait_stopped(timeout_s + SHUTDOWN_GRACE_S)
         self.link.mark_dead(SHUT_DOWN)
+        self._final_error = self._final_error or self.link.dead_error
+
+    def _send_logged(self, messages: list[ClientMessage]) -> None:
+        """Send what a replay would repeat."""
+        try:
+            self.link.send(messages)
+        except EngineDeadError as error:
+            self._recover(error)
 
     def _read(self) -> OutputBatch:
         batch = self.link.next_batch()
         self._unread.extend(batch.outputs)
+        note_worker_recoveries(self.recovery_stats, batch.recoveries)
+        if self._recovery is not None:
+            for outputs in batch.outputs:
+                released = self._recovery.note_outputs(outputs)
+                if released:
+                    self._send_logged([AddMessage(released)])
         return batch
+
+    def _recover(self, error: EngineDeadError) -> None:
+        """Go on with a new EngineCore, or raise `error` or why there is none."""
+        while True:
+            if self._recovery is None or not self._may_recover:
+                raise error
+            dead = self.link
+            try:
+                self.link = self._recovery.start_core(dead)
+            except EngineDeadError as failure:
+                self._final_error = failure
+                raise
+            requests, ends = self._recovery.replay(dead)
+            self._keep_ends(ends.finished if ends is not None else [])
+            if not requests:
+                return
+            try:
+                self.link.send([AddMessage(requests)])
+                return
+            except EngineDeadError as again:
+                error = again
+
+    def _keep_ends(self, ends: list[FinishedRequest]) -> None:
+        if ends:
+            self._unread.append(EngineCoreOutputs(finished=ends))
 
 
 class AsyncRayClient(_RayClientBase):
-    """For one event loop at a time. Someone must keep awaiting `get_output_async`: it also delivers utilities' answers.
+    """For one event loop at a time. Someone must keep awaiting `get_output_async`: it also delivers utilities' answers,
+    and recovers.
 
     What is sent within one turn of the loop travels in one call.
     """
@@ -111,23 +200,38 @@ class AsyncRayClient(_RayClientBase):
         self._unsent: list[ClientMessage] = []
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._sent: asyncio.Future[None] | None = None
+        self._ends: list[FinishedRequest] = []
 
     def add_requests(self, requests: Sequence[EngineCoreRequest]) -> None:
-        self._send(AddMessage(list(requests)))
+        to_send = list(requests)
+        if self._recovery is not None:
+            self._check_final()
+            to_send = self._recovery.log.add(to_send)
+        if to_send:
+            self._send(AddMessage(to_send))
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
-        self._send(AbortMessage(list(request_ids)))
+        to_send = list(request_ids)
+        if self._recovery is not None:
+            self._check_final()
+            to_send = self._recovery.log.abort(to_send)
+            self._ends += self._recovery.log.take_aborted_held()
+        if to_send:
+            self._send(AbortMessage(to_send))
 
     async def get_output_async(self) -> list[EngineCoreOutputs]:
         """This client's share of what the engine does next. Waits while there is nothing to do."""
         while True:
+            if self._ends:
+                ends, self._ends = self._ends, []
+                return [EngineCoreOutputs(finished=ends)]
             try:
                 if not self.link.has_stream:
                     await self._until_sent()
                 batch = await self.link.next_batch_async()
             except EngineDeadError as error:
-                self._fail_answers(error)
-                raise
+                await self._recover(error)
+                continue
             for answer in batch.utilities:
                 waiting = self._answers.pop(answer.call_id, None)
                 if waiting is not None and not waiting.done():
@@ -135,7 +239,13 @@ class AsyncRayClient(_RayClientBase):
                         waiting.set_result(utility_value(answer))
                     except Exception as error:
                         waiting.set_exception(error)
+            note_worker_recoveries(self.recovery_stats, batch.recoveries)
             if batch.outputs:
+                if self._recovery is not None:
+                    for outputs in batch.outputs:
+                        released = self._recovery.note_outputs(outputs)
+                        if released:
+                            self._send(AddMessage(released))
                 return batch.outputs
 
     async def call_utility_async(self, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -150,13 +260,20 @@ class AsyncRayClient(_RayClientBase):
             self._answers.pop(call_id, None)
 
     async def check_health_async(self) -> None:
-        """Raise EngineDeadError unless the engine is alive and its step loop not stuck."""
+        """Raise EngineDeadError unless the engine is alive and its step loop not stuck. A recovery is no failure."""
+        if self._may_recover:
+            return
+        self._check_final()
         try:
             report = await self.link.health_async()
         except TimeoutError as error:
             raise EngineDeadError("the engine is stuck: EngineCore does not answer") from error
         except RayError as error:
-            raise self.link.mark_dead(f"EngineCore's process died: {error}", error) from error
+            failure = self.link.mark_lost(f"EngineCore's process died: {error}", error)
+            self._wake()
+            if self._may_recover:
+                return
+            raise failure from error
         self._check_report(report)
 
     def shutdown(self, timeout_s: float | None = None) -> None:
@@ -173,6 +290,10 @@ class AsyncRayClient(_RayClientBase):
         self.link.close()
 
     def _begin_shutdown(self, timeout_s: float) -> bool:
+        if self._may_recover:
+            self._final_error = EngineDeadError(SHUT_DOWN)  # ends a recovery under way
+            self._wake()
+            return False
         try:
             self._flush()
             return self.link.begin_shutdown(timeout_s)
@@ -182,6 +303,13 @@ class AsyncRayClient(_RayClientBase):
             self._wake()
 
     def _send(self, message: ClientMessage) -> None:
+        self._check_final()
+        if self._may_recover:
+            # Requests and aborts are in the log, from which the next EngineCore gets them.
+            if isinstance(message, UtilityMessage):
+                self._unsent.append(message)
+            self._wake()
+            return
         self.link.check_alive()
         if not self._unsent:
             asyncio.get_running_loop().call_soon(self._flush_soon)
@@ -195,6 +323,9 @@ class AsyncRayClient(_RayClientBase):
             self._fail_answers(error)
 
     def _flush(self) -> None:
+        if self._may_recover:
+            self._wake()
+            return
         messages, self._unsent = self._unsent, []
         try:
             if messages:
@@ -207,17 +338,48 @@ class AsyncRayClient(_RayClientBase):
             self._sent.set_result(None)
 
     async def _until_sent(self) -> None:
+        self._check_final()
         self.link.check_alive()
         self._sent = asyncio.get_running_loop().create_future()
         try:
             await self._sent
         finally:
             self._sent = None
+        if not self.link.has_stream:
+            self.link.check_alive()
 
-    def _fail_answers(self, error: EngineDeadError) -> None:
-        for answer in self._answers.values():
-            if not answer.done():
-                answer.set_exception(EngineDeadError(str(error)))
+    async def _recover(self, error: EngineDeadError) -> None:
+        """Go on with a new EngineCore, or raise `error` or why there is none."""
+        if self._recovery is None or not self._may_recover:
+            self._fail_answers(self._final_error or error)
+            raise self._final_error or error
+        # Requests and aborts that were not sent yet are in the log, from which they are replayed.
+        self._unsent = [message for message in self._unsent if isinstance(message, UtilityMessage)]
+        self._fail_answers(EngineRecoveredError(f"{error}; the engine recovers, call it again"), but=self._unsent)
+        dead = self.link
+        try:
+            link = await _off_loop_async(self._recovery.start_core, dead)
+        except EngineDeadError as failure:
+            self._final_error = self._final_error or failure
+            self._fail_answers(self._final_error)
+            raise self._final_error from failure.__cause__
+        if self._final_error is not None:
+            await _off_loop_async(link.close)
+            self._fail_answers(self._final_error)
+            raise self._final_error
+        self.link = link
+        requests, ends = self._recovery.replay(dead)
+        if ends is not None:
+            self._ends += ends.finished
+        if requests:
+            self._unsent.append(AddMessage(requests))
+        self._flush_soon()
+
+    def _fail_answers(self, error: Exception, but: Sequence[ClientMessage] = ()) -> None:
+        unsent = {message.call_id for message in but if isinstance(message, UtilityMessage)}
+        for call_id, answer in self._answers.items():
+            if not answer.done() and call_id not in unsent:
+                answer.set_exception(type(error)(str(error)))
 
 
 def _off_loop(function: Any, *args: Any) -> Any:
@@ -234,3 +396,29 @@ def _off_loop(function: Any, *args: Any) -> Any:
 
     threading.Thread(target=run, name="engine-actors-wait", daemon=True).start()
     return done.result()
+
+
+async def _off_loop_async(function: Any, *args: Any) -> Any:
+    """Await a function that blocks in Ray. Its thread, unlike those of `asyncio.to_thread`, holds up no exit."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Any] = loop.create_future()
+
+    def settle(result: Any, error: BaseException | None) -> None:
+        if done.cancelled():
+            return
+        if error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(result)
+
+    def run() -> None:
+        result, failure = None, None
+        try:
+            result = function(*args)
+        except BaseException as error:
+            failure = error
+        with contextlib.suppress(RuntimeError):  # the loop has closed
+            loop.call_soon_threadsafe(settle, result, failure)
+
+    threading.Thread(target=run, name="engine-actors-recovery", daemon=True).start()
+    return await done

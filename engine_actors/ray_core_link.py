@@ -41,6 +41,7 @@ class CoreLink:
     Attributes:
         info: What start-up settled.
         dead_error: Why nothing works any more; None while it does.
+        may_replay: With `dead_error`: another EngineCore may be tried.
     """
 
     def __init__(self, config: EngineConfig, client_index: int = 0) -> None:
@@ -52,6 +53,7 @@ class CoreLink:
         ensure_ray()
         self.client_index = client_index
         self.dead_error: EngineDeadError | None = None
+        self.may_replay = False
         self._sequence = 0
         self._stream: Any | None = None
         self._unread: Any = None
@@ -83,7 +85,7 @@ class CoreLink:
                 self._open_stream()
             self.actor.send.remote(self.client_index, sequence, encode_messages(messages))
         except RayError as error:
-            raise self.mark_dead(f"EngineCore cannot be reached: {error}") from error
+            raise self.mark_lost(f"EngineCore cannot be reached: {error}", error) from error
 
     def _check_open(self) -> None:
         """Raise EngineDeadError if nothing can be asked of the engine any more."""
@@ -126,7 +128,7 @@ class CoreLink:
         except StopIteration:
             raise self.mark_dead(SHUT_DOWN) from None
         except (RayError, ValueError) as error:
-            raise self.mark_dead(_death_text(error), error) from error
+            raise self.mark_lost(_death_text(error), error) from error
         return self._checked(decode_batch(data))
 
     async def next_batch_async(self) -> OutputBatch:
@@ -140,7 +142,7 @@ class CoreLink:
         except StopAsyncIteration:
             raise self.mark_dead(SHUT_DOWN) from None
         except (RayError, ValueError) as error:
-            raise self.mark_dead(_death_text(error), error) from error
+            raise self.mark_lost(_death_text(error), error) from error
         return self._checked(decode_batch(data))
 
     def _checked(self, batch: OutputBatch) -> OutputBatch:
@@ -150,7 +152,8 @@ class CoreLink:
                 self._open_stream()
         if batch.engine_core_dead is None:
             return batch
-        error = self.mark_dead(f"EngineCore failed: {batch.engine_core_dead}")
+        text = f"EngineCore failed: {batch.engine_core_dead}"
+        error = self.mark_lost(text) if batch.may_replay else self.mark_dead(text)
         if batch.outputs or batch.utilities:
             return batch  # The last the engine did; the next call raises.
         raise error
@@ -163,6 +166,12 @@ class CoreLink:
         if self._stream is None:
             raise RuntimeError("an output was asked for while the engine has nothing to do for this client")
         return self._stream
+
+    def mark_lost(self, text: str, cause: BaseException | None = None) -> EngineDeadError:
+        """As `mark_dead`, for an end that nobody wanted: another EngineCore may be tried."""
+        if self.dead_error is None:
+            self.may_replay = self.is_connected and not self._closed
+        return self.mark_dead(text, cause)
 
     def mark_dead(self, text: str, cause: BaseException | None = None) -> EngineDeadError:
         """Every later call raises this. The actor, if it still is there, is of no use and is killed."""

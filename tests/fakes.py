@@ -71,6 +71,7 @@ class FakeFuture(StepFuture[ModelRunnerOutput | None]):
 class _Row:
     def __init__(self, data: NewRequestData) -> None:
         self.token_ids = list(unpack_int32(data.token_ids))
+        self.prompt = set(self.token_ids[: data.num_prompt_tokens])
         self.num_computed = data.num_computed_tokens
         self.params: SamplingParams = data.sampling_params
 
@@ -84,6 +85,9 @@ class FakeExecutor(Executor):
         fail_at_step: The step whose worker raises.
         exit_at_step: The step in which this process kills itself.
         startup_error: Raised by the constructor.
+        fail_file: The worker raises in a step that finds this file, and removes it.
+        fail_on, exit_on: A token of prompts; a step that computes a request with it raises, or kills this process.
+        refuse_file: While this file exists, the constructor raises.
     """
 
     def __init__(
@@ -98,9 +102,16 @@ class FakeExecutor(Executor):
         fail_at_step: int | None = None,
         exit_at_step: int | None = None,
         startup_error: Exception | None = None,
+        fail_file: str | None = None,
+        fail_on: int | None = None,
+        exit_on: int | None = None,
+        refuse_file: str | None = None,
     ) -> None:
         if startup_error is not None:
             raise startup_error
+        if refuse_file is not None and os.path.exists(refuse_file):
+            raise ExecutorFailedError("there is no room")
+        self.fail_file, self.fail_on, self.exit_on = fail_file, fail_on, exit_on
         self.block_size = cache_config.block_size
         self.async_scheduling = bool(scheduler_config.async_scheduling)
         self.step_s, self.hold_file = step_s, hold_file
@@ -183,7 +194,17 @@ class FakeExecutor(Executor):
             if scheduled.step == self.fail_at_step:
                 self._fail(ExecutorFailedError(f"worker rank 0 failed in step {scheduled.step}: boom"))
                 return
+            if self.fail_file is not None and os.path.exists(self.fail_file):
+                os.unlink(self.fail_file)
+                self._fail(ExecutorFailedError("worker rank 0 died: SIGKILL"))
+                return
             output = self._run(scheduled)
+            poison = {token for row in unpack_int32(scheduled.rows) for token in self.rows[row].prompt}
+            if self.exit_on in poison:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.fail_on in poison:
+                self._fail(ExecutorFailedError("worker rank 0 died: segmentation fault"))
+                return
             if self.step_s:
                 time.sleep(self.step_s)
             while self.hold_file is not None and os.path.exists(self.hold_file) and not self.is_shut_down:

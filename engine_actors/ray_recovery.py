@@ -1,0 +1,96 @@
+"""A new EngineCore actor in place of one that died. Used by both Ray clients with `recovery="replay"`."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+
+from engine_actors.config import EngineConfig
+from engine_actors.core import CoreInfo
+from engine_actors.core_recovery import FRUITLESS_PER_ATTEMPT
+from engine_actors.errors import EngineDeadError, EngineStartupError
+from engine_actors.messages import RecoveryNotice
+from engine_actors.ray_core_link import CoreLink
+from engine_actors.replay import RecoveryStats, ReplayLog
+from scheduler.output import EngineCoreOutputs
+from scheduler.request import EngineCoreRequest
+
+logger = logging.getLogger(__name__)
+
+
+class CoreRecovery:
+    """What a client keeps for the death of its EngineCore.
+
+    Attributes:
+        log: Every unfinished request.
+        stats: What recoveries cost so far; those of workers, which EngineCore tells of, included.
+    """
+
+    def __init__(self, config: EngineConfig, info: CoreInfo, stats: RecoveryStats) -> None:
+        # What was settled stays: requests were checked against it.
+        self._config = replace(
+            config.with_max_model_len(info.max_model_len),
+            model_config=replace(config.model_config, max_model_len=info.max_model_len),
+            parallel_config=replace(config.parallel_config, wait_for_nodes=True),
+        )
+        self.log = ReplayLog()
+        self.stats = stats
+        self._num_fruitless = 0
+
+    def note_outputs(self, outputs: EngineCoreOutputs) -> list[EngineCoreRequest]:
+        """Take in what EngineCore sent. Returns requests to be sent now that were held back."""
+        self._num_fruitless = 0
+        return self.log.note(outputs)
+
+    def start_core(self, dead: CoreLink) -> CoreLink:
+        """A new EngineCore in place of a dead one. Blocks; touches nothing that the event loop uses.
+
+        Raises:
+            EngineDeadError: It cannot be had; the text has both causes.
+        """
+        error = dead.dead_error
+        self.stats.begin()
+        began_s = time.monotonic()
+        self._num_fruitless += 1
+        limit = FRUITLESS_PER_ATTEMPT * self._config.max_recovery_attempts
+        if self._num_fruitless > limit:
+            raise EngineDeadError(f"{error}; this was failure {limit + 1} without one output in between")
+        logger.warning("EngineCore failed; another is started and requests replayed. The cause: %s", error)
+        deadline_s = began_s + self._config.recovery_timeout_s
+        attempts = self._config.max_recovery_attempts
+        for attempt in range(1, attempts + 1):
+            timeout_s = max(1.0, deadline_s - time.monotonic())
+            parallel_config = replace(self._config.parallel_config, startup_timeout_s=timeout_s)
+            try:
+                return CoreLink(replace(self._config, parallel_config=parallel_config))
+            except EngineStartupError as failure:
+                if attempt == attempts or time.monotonic() >= deadline_s:
+                    raise EngineDeadError(
+                        f"{error}; no other could be started, {attempt} times in {time.monotonic() - began_s:.0f} s "
+                        f"(max_recovery_attempts {attempts}, recovery_timeout_s {self._config.recovery_timeout_s:g}): "
+                        f"{failure}"
+                    ) from failure
+                logger.warning("Start %d of %d of a new EngineCore failed: %s", attempt, attempts, failure)
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def replay(self, dead: CoreLink) -> tuple[list[EngineCoreRequest], EngineCoreOutputs | None]:
+        """The new EngineCore is there. Returns what to send to it, and the ends it will not report, if any."""
+        cause = str(dead.dead_error)
+        requests, ends = self.log.replay(cause)
+        lost_s = time.monotonic() - (self.stats.since_s or time.monotonic())
+        self.stats.end(cause, lost_s)
+        logger.warning("Recovered in %.1f s; %d requests go on", lost_s, len(self.log))
+        return requests, EngineCoreOutputs(finished=ends) if ends else None
+
+
+def note_worker_recoveries(stats: RecoveryStats, notices: list[RecoveryNotice]) -> None:
+    """EngineCore has replaced its workers."""
+    for notice in notices:
+        stats.end(notice.cause, notice.lost_s)
+        logger.warning(
+            "The engine lost its workers and recovered in %.1f s; %d requests go on. The cause: %s",
+            notice.lost_s,
+            notice.num_replayed,
+            notice.cause,
+        )
