@@ -20,13 +20,16 @@ Texts = list[list[int]]
 PROMPT_LENGTHS = (8, 16, 32, 64)
 
 
+def passages_text() -> str:
+    files = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return "\n\n".join(path.read_text() for path in files)
+
+
 def passages(model: str, count: int) -> Texts:
     """Token ids of `count` passages, spread evenly over the documentation."""
     from transformers import AutoTokenizer
 
-    files = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    text = "\n\n".join(path.read_text() for path in files)
-    ids = AutoTokenizer.from_pretrained(model)(text)["input_ids"]
+    ids = AutoTokenizer.from_pretrained(model)(passages_text())["input_ids"]
     step = (len(ids) - max(PROMPT_LENGTHS)) // count
     if step < 1:
         raise SystemExit(f"--prompts must be below {len(ids) - max(PROMPT_LENGTHS)}, the tokens there are, got {count}")

@@ -1,6 +1,7 @@
 """Each CPU kernel's speed beside what this machine can do: GB/s for the few-row kernels, GFLOP/s for the others.
 
     python benchmarks/kernels.py [--threads 2] [--isa avx512] [--only linear attention rows]
+                                 [--format bf16 int8 int4]
 
 The limits are measured in the same run: reading 512 MB, and multiply-adds on registers. With one thread the clock is
 the thread's CPU time, so that other work on the machine disturbs less; otherwise wall time, the best of several.
@@ -17,6 +18,7 @@ import torch
 
 from executors.attention.base import AttentionMetadata, AttentionParams
 from executors.kernels import abi, ops
+from executors.kernels.abi import WeightFormat
 from executors.kernels.library import NativeKernels
 from executors.kernels.memory import HugePageArena, huge_zeros
 from executors.kernels.packed import PackedWeight
@@ -70,7 +72,8 @@ class Bench:
         print(f"{name:58s} {seconds * 1e6:10.1f} us {gb_s:7.1f} GB/s {gflop_s:7.1f} GFLOP/s {share:6.0%}", flush=True)
 
 
-def bench_linear(bench: Bench) -> None:
+def bench_linear(bench: Bench, format: WeightFormat) -> None:
+    """Integer weights may pass the arithmetic limit, which is that of bfloat16."""
     for model, size in MODELS.items():
         hidden, q_size = size["hidden"], size["heads"] * size["head"]
         shapes = {
@@ -81,8 +84,10 @@ def bench_linear(bench: Bench) -> None:
             gate_up = name == "gate_up"
             epilogue = abi.Epilogue.SILU_UP if gate_up else abi.Epilogue.STORE
             arena, weight = HugePageArena(), torch.randn(n, k).bfloat16()
-            copies = max(2, (96 << 20) // (2 * n * k))  # more than caches hold: few rows must come from memory
-            packed = [PackedWeight(bench.kernels, weight, gate_up=gate_up, arena=arena) for _ in range(copies)]
+            copies = max(2, (96 << 20) // (n * k))  # more than caches hold: few rows must come from memory
+            packed = [
+                PackedWeight(bench.kernels, weight, gate_up=gate_up, format=format, arena=arena) for _ in range(copies)
+            ]
             for rows in (1, 4, 8, 16, 32, 512):
                 x, out = torch.randn(rows, k).bfloat16(), torch.empty(rows, n, dtype=torch.bfloat16)
                 recorded = [
@@ -90,7 +95,8 @@ def bench_linear(bench: Bench) -> None:
                     for p in (packed if rows <= 64 else packed[:1])
                 ]
                 seconds = bench.seconds_per_op(recorded, ops.rows_step(rows))
-                bench.report(f"{model} {name} {n}x{k}, {rows} rows", seconds, 2.0 * n * k, 2.0 * rows * n * k)
+                what = f"{model} {name} {n}x{k} {format.name.lower()}, {rows} rows"
+                bench.report(what, seconds, packed[0].num_bytes, 2.0 * rows * n * k)
 
 
 def bench_attention(bench: Bench) -> None:
@@ -160,6 +166,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--isa", choices=("avx512", "avx2"))
+    parser.add_argument("--format", nargs="+", choices=("bf16", "int8", "int4"), default=["bf16", "int8", "int4"])
     parser.add_argument("--only", nargs="*", choices=("linear", "attention", "rows"))
     parser.add_argument("--model", nargs="*", choices=tuple(MODELS))
     args = parser.parse_args()
@@ -168,10 +175,14 @@ def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     bench = Bench(NativeKernels(args.isa), args.threads)
-    parts = {"linear": bench_linear, "attention": bench_attention, "rows": bench_rows}
-    for name, part in parts.items():
-        if not args.only or name in args.only:
-            part(bench)
+    wanted = args.only or ("linear", "attention", "rows")
+    if "linear" in wanted:
+        for format in args.format:
+            bench_linear(bench, WeightFormat[format.upper()])
+    if "attention" in wanted:
+        bench_attention(bench)
+    if "rows" in wanted:
+        bench_rows(bench)
 
 
 if __name__ == "__main__":

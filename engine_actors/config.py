@@ -89,6 +89,11 @@ class EngineConfig:
                 f"{self.parallel_config.pipeline_parallel_size}: earlier stages would have to start a token's step "
                 f"before the last stage has sampled it; allowed are False and None"
             )
+        if self.model_config.quantization is not None and self.parallel_config.device == "cuda":
+            raise ValueError(
+                f"quantization {self.model_config.quantization!r} is for the CPU; it cannot be combined with "
+                f"device 'cuda'"
+            )
         if self.executor_class is not None and not callable(self.executor_class):
             raise ValueError(f"executor_class must be an Executor class, got {self.executor_class!r}")
 

@@ -11,6 +11,7 @@ from typing import Any
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 EXECUTOR_BACKENDS = ("ray", "uni")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
+QUANTIZATIONS = ("int8", "int4")
 DEVICES = ("auto", "cpu", "cuda")
 PLACEMENT_STRATEGIES = ("PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD")
 
@@ -26,6 +27,8 @@ class ModelConfig:
         max_model_len: Longest prompt + output; None is the model's own limit.
         enforce_eager: No graph capture or kernel recording.
         load_format: "dummy" fills weights at random (for benchmarks without a checkpoint).
+        quantization: Round the weights while loading, for the native CPU kernels and bfloat16: "int8" (a scale for each
+            output), or "int4" (step and offset for each 32 inputs; embedding and head int8). None leaves them.
         attention_backend: "auto", or a name in `executors.attention.registry`.
         logits_processors: Qualified names of `executors.logits_processors.LogitsProcessor` subclasses, which every
             worker that samples imports and runs, in this order.
@@ -40,6 +43,7 @@ class ModelConfig:
     trust_remote_code: bool = False
     enforce_eager: bool = False
     load_format: str = "auto"
+    quantization: str | None = None
     attention_backend: str = "auto"
     hf_overrides: dict[str, Any] = field(default_factory=dict)
     logits_processors: list[str] = field(default_factory=list)
@@ -51,6 +55,8 @@ class ModelConfig:
             raise ValueError(f"dtype must be one of {DTYPES}, got {self.dtype!r}")
         if self.load_format not in LOAD_FORMATS:
             raise ValueError(f"load_format must be one of {LOAD_FORMATS}, got {self.load_format!r}")
+        if self.quantization is not None and self.quantization not in QUANTIZATIONS:
+            raise ValueError(f"quantization must be one of {QUANTIZATIONS} or None, got {self.quantization!r}")
         if self.max_model_len is not None and self.max_model_len < 1 and self.max_model_len != -1:
             raise ValueError(
                 f"max_model_len must be at least 1, -1 (fit to memory) or None, got {self.max_model_len!r}"

@@ -250,6 +250,11 @@ def _resolve_dtype(config: ModelConfig, hf_config: Any, model_dir: Path, device:
             f"dtype {name!r} of model {config.model!r} is not supported; allowed are {', '.join(_TORCH_DTYPES)}"
         )
     dtype = _TORCH_DTYPES[name]
+    if config.quantization is not None and (dtype != torch.bfloat16 or device.startswith("cuda")):
+        raise ModelConfigError(
+            f"quantization {config.quantization!r} needs dtype 'bfloat16' on the CPU, got dtype {name!r} on device "
+            f"{device!r}"
+        )
     reason = _dtype_unusable(dtype, device)
     if reason is not None:
         raise ModelConfigError(

@@ -143,6 +143,7 @@ class Worker:
                 return NativeCompute(
                     choice.kernels,
                     self.model,
+                    choice.formats,
                     max_num_tokens=self._scheduler_config.max_num_batched_tokens,
                     max_num_samples=self._scheduler_config.max_num_seqs,
                 )

@@ -17,6 +17,9 @@ PipelineParallelOption = Annotated[
     int, typer.Option("--pipeline-parallel-size", "-pp", help="Consecutive groups of layers, each on its own workers.")
 ]
 DtypeOption = Annotated[str, typer.Option(help="Of weights and activations: auto, float32, bfloat16 or float16.")]
+QuantizationOption = Annotated[
+    str | None, typer.Option(help="Round weights while loading, on the CPU in bfloat16: int8 or int4.")
+]
 MaxModelLenOption = Annotated[
     int | None,
     typer.Option(

@@ -14,6 +14,7 @@ from engine_actors.cli.common import (
     MaxModelLenOption,
     ModelArgument,
     PipelineParallelOption,
+    QuantizationOption,
     TensorParallelOption,
     errors_for_people,
     parse_options,
@@ -55,6 +56,7 @@ def generate_command(
     tensor_parallel_size: TensorParallelOption = 1,
     pipeline_parallel_size: PipelineParallelOption = 1,
     dtype: DtypeOption = "auto",
+    quantization: QuantizationOption = None,
     max_model_len: MaxModelLenOption = None,
     in_process: Annotated[
         bool, typer.Option("--in-process", help="Run everything in this process, without Ray. One worker only.")
@@ -75,6 +77,7 @@ def generate_command(
             "tensor_parallel_size": tensor_parallel_size,
             "pipeline_parallel_size": pipeline_parallel_size,
             "dtype": dtype,
+            "quantization": quantization,
             "max_model_len": max_model_len,
         }
         if in_process:

@@ -28,6 +28,14 @@ class NormStyle(IntEnum):
     SCALE_IN_FLOAT = 1
 
 
+class WeightFormat(IntEnum):
+    """How a packed weight holds its numbers; see csrc/weight_layout.h."""
+
+    BF16 = 0
+    INT8 = 1
+    INT4 = 2
+
+
 class OpKind(IntEnum):
     LINEAR = 0
     NORM = 1
@@ -54,9 +62,10 @@ class Condition(IntEnum):
 
 class LinearOp(ctypes.Structure):
     _fields_ = (
-        ("x", c_void_p), ("weight", c_void_p), ("bias", c_void_p), ("residual", c_void_p), ("y", c_void_p),
-        ("ldx", c_int64), ("ldres", c_int64), ("ldy", c_int64), ("n", c_int64), ("k", c_int64),
-        ("scale", c_float), ("soft_cap", c_float), ("epilogue", c_int32), ("weight_format", c_int32),
+        ("x", c_void_p), ("weight", c_void_p), ("weight_scale", c_void_p), ("bias", c_void_p),
+        ("residual", c_void_p), ("y", c_void_p), ("ldx", c_int64), ("ldres", c_int64), ("ldy", c_int64),
+        ("n", c_int64), ("k", c_int64), ("scale", c_float), ("soft_cap", c_float), ("epilogue", c_int32),
+        ("weight_format", c_int32), ("fine_inputs", c_int32), ("reserved", c_int32),
     )  # fmt: skip
 
 
@@ -88,8 +97,8 @@ class AttentionOp(ctypes.Structure):
 
 class EmbedOp(ctypes.Structure):
     _fields_ = (
-        ("weight", c_void_p), ("y", c_void_p), ("ldy", c_int64), ("n", c_int64), ("k", c_int64),
-        ("scale", c_float), ("weight_format", c_int32),
+        ("weight", c_void_p), ("weight_scale", c_void_p), ("y", c_void_p), ("ldy", c_int64), ("n", c_int64),
+        ("k", c_int64), ("scale", c_float), ("weight_format", c_int32),
     )  # fmt: skip
 
 

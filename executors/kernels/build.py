@@ -27,8 +27,10 @@ COMMON_FLAGS = (
 # Instruction sets are switched on per file; which one runs is decided by cpuid at run time.
 FILE_FLAGS = {
     "isa_avx512.cpp": ("-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16",
+                       "-mavx512vnni", "-mf16c",
                        "-mprefer-vector-width=512"),
-    "isa_avx2.cpp": ("-mavx2", "-mfma"),
+    "isa_avx2.cpp": ("-mavx2", "-mfma", "-mf16c"),
+    "quantize.cpp": ("-fno-trapping-math",),  # lets comparisons be vectors
 }  # fmt: skip
 
 

@@ -6,7 +6,7 @@ Asked once by `executors.worker`, before the model is built: the KV cache's layo
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -16,6 +16,7 @@ from executors.kernels.decoder import reason_against_shape
 from executors.kernels.layers import NativeLinearMethod, NativeOps
 from executors.kernels.library import NativeKernels, native_kernels
 from executors.kernels.ops import CACHE_BLOCK_SIZES
+from executors.kernels.quantization import WeightFormats, weight_formats
 from executors.layers.linear_method import LinearMethod, TorchLinearMethod
 from executors.layers.ops import LayerOps, TorchOps
 from executors.model_config import ResolvedModelConfig
@@ -33,19 +34,21 @@ class ComputeChoice:
         whole_steps: The model's step can be recorded as one program.
         attention_backend: None leaves it to `executors.attention.registry`.
         reason: Why nothing faster was chosen; empty where nothing is.
+        formats: Of the weights that the kernels read.
     """
 
     kernels: NativeKernels | None = None
     whole_steps: bool = False
     attention_backend: AttentionBackend | None = None
     reason: str = ""
+    formats: WeightFormats = field(default_factory=WeightFormats)
 
     @property
     def linear_method(self) -> LinearMethod:
         """Of the layers. A program packs their weights itself."""
         if self.kernels is None or self.whole_steps:
             return TorchLinearMethod()
-        return NativeLinearMethod(self.kernels)
+        return NativeLinearMethod(self.kernels, self.formats)
 
     @property
     def ops(self) -> LayerOps:
@@ -57,7 +60,8 @@ class ComputeChoice:
         if self.kernels is None:
             return f"torch ({self.reason})" if self.reason else "torch"
         how = "whole steps" if self.whole_steps else f"layer by layer, because {self.reason}"
-        return f"native kernels ({self.kernels.isa}, {how})"
+        weights = "" if self.formats == WeightFormats() else f"{self.formats.layers.name.lower()} weights, "
+        return f"native kernels ({self.kernels.isa}, {weights}{how})"
 
 
 def choose_compute(
@@ -67,7 +71,7 @@ def choose_compute(
     """The fastest way there is for this model, place and cache. A fallback from the kernels is logged with its reason.
 
     Raises:
-        ValueError: attention_backend is "native", and the kernels cannot be used.
+        ValueError: attention_backend is "native", or the weights shall be quantised, and the kernels cannot be used.
     """
     backend = config.model_config.attention_backend
     reason = _reason_for_torch(config, parallel, device, block_size, cache_dtype)
@@ -77,13 +81,19 @@ def choose_compute(
         kernels = native_kernels()
         reason = None if kernels is not None else "the CPU kernels are not available here"
     if kernels is None:
+        if config.model_config.quantization is not None:
+            raise ValueError(
+                f"quantization {config.model_config.quantization!r} needs the native CPU kernels, which cannot be "
+                f"used: {reason}"
+            )
         if backend == "native":
             raise ValueError(f"attention_backend 'native' cannot be used: {reason}")
         if expected:
             logger.warning("Computing with torch instead of the native CPU kernels (slower): %s", reason)
         return ComputeChoice(reason=reason or "")
     reason = _reason_for_layers(config, parallel)
-    return ComputeChoice(kernels, reason is None, NativeAttentionBackend(), reason or "")
+    formats = weight_formats(config.model_config.quantization)
+    return ComputeChoice(kernels, reason is None, NativeAttentionBackend(), reason or "", formats)
 
 
 def _reason_for_torch(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 
 from executors.kernels import abi
+from executors.kernels.abi import WeightFormat
 from executors.kernels.library import NativeKernels
 from executors.kernels.memory import HugePageArena
 from executors.kernels.packed import PackedWeight
 from executors.kernels.program import ACTIVATIONS, Decoder, DecoderLayer
+from executors.kernels.quantization import WeightFormats
 from executors.layers.norm import RMSNorm
 from executors.layers.partition import shard_balanced
 from executors.models.decoder import DecoderLayer as TorchLayer
@@ -39,10 +41,13 @@ def reason_against_shape(spec: DecoderSpec, tp_size: int = 1) -> str | None:
     return None
 
 
-def decoder_of(model: DecoderLM, kernels: NativeKernels, *, release: bool = False) -> Decoder:
+def decoder_of(
+    model: DecoderLM, kernels: NativeKernels, formats: WeightFormats | None = None, *, release: bool = False
+) -> Decoder:
     """Pack the weights of `model`, in the order of their use.
 
     Args:
+        formats: Of the packed weights; None is bfloat16.
         release: Drop each matrix of the model as soon as it is packed, so that no second copy of the weights exists at
             any time; only `attention_layers` of the model can be used afterwards.
 
@@ -52,22 +57,22 @@ def decoder_of(model: DecoderLM, kernels: NativeKernels, *, release: bool = Fals
     reason = reason_against(model)
     if reason is not None:
         raise ValueError(f"the model cannot run as a native program: {reason}")
-    spec, arena = model.spec, HugePageArena()
+    spec, pack = model.spec, _Packer(kernels, formats or WeightFormats())
     tables = {name: torch.cat([rope.cos, rope.sin], dim=1).float().contiguous() for name, rope in model.ropes.items()}
     if model.embed_tokens is None:
         raise RuntimeError("a first stage has an embedding")
     layers = []
     for layer in model.layers:
-        layers.append(_pack_layer(kernels, arena, layer, tables))
+        layers.append(_pack_layer(pack, layer, tables))
         if release:
             attention, mlp = layer.self_attn, layer.mlp
             for linear in (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj):
                 drop_weight(linear)
-    head = PackedWeight(kernels, model.lm_head.weight[: spec.vocab_size], arena=arena)
+    head = pack.vocabulary(model.lm_head.weight[: spec.vocab_size])
     tied = model.lm_head.weight is model.embed_tokens.weight
     if release:
         drop_weight(model.lm_head)
-    embedding = head if tied else PackedWeight(kernels, model.embed_tokens.weight[: spec.vocab_size], arena=arena)
+    embedding = head if tied else pack.vocabulary(model.embed_tokens.weight[: spec.vocab_size])
     if release:
         drop_weight(model.embed_tokens)
     return Decoder(
@@ -88,14 +93,28 @@ def drop_weight(module: torch.nn.Module) -> None:
     module.weight = torch.nn.Parameter(module.weight.new_empty(0), requires_grad=False)
 
 
-def _pack_layer(
-    kernels: NativeKernels, arena: HugePageArena, layer: TorchLayer, tables: dict[str, torch.Tensor]
-) -> DecoderLayer:
+class _Packer:
+    """Packs one model's weights in the order of its calls."""
+
+    def __init__(self, kernels: NativeKernels, formats: WeightFormats) -> None:
+        self._kernels, self._formats, self._arena = kernels, formats, HugePageArena()
+
+    def linear(self, weight: torch.Tensor, *, gate_up: bool = False, fine_inputs: bool = False) -> PackedWeight:
+        return self._pack(weight, self._formats.layers, gate_up=gate_up, fine_inputs=fine_inputs)
+
+    def vocabulary(self, weight: torch.Tensor) -> PackedWeight:
+        return self._pack(weight, self._formats.vocabulary)
+
+    def _pack(self, weight: torch.Tensor, format: WeightFormat, **options: bool) -> PackedWeight:
+        return PackedWeight(self._kernels, weight, format=format, arena=self._arena, **options)
+
+
+def _pack_layer(pack: _Packer, layer: TorchLayer, tables: dict[str, torch.Tensor]) -> DecoderLayer:
     attention, mlp = layer.self_attn, layer.mlp
-    qkv = PackedWeight(kernels, attention.qkv_proj.weight, arena=arena)
-    output = PackedWeight(kernels, attention.o_proj.weight, arena=arena)
-    gate_up = PackedWeight(kernels, mlp.gate_up_proj.weight, gate_up=True, arena=arena)
-    down = PackedWeight(kernels, mlp.down_proj.weight, arena=arena)
+    qkv = pack.linear(attention.qkv_proj.weight, fine_inputs=True)
+    output = pack.linear(attention.o_proj.weight)
+    gate_up = pack.linear(mlp.gate_up_proj.weight, gate_up=True)
+    down = pack.linear(mlp.down_proj.weight)
 
     def bias(packed: PackedWeight, values: torch.Tensor | None) -> torch.Tensor | None:
         return None if values is None else packed.pack_bias(values.detach())

@@ -12,11 +12,14 @@ import torch
 from torch import nn
 
 from executors.kernels import abi, ops
+from executors.kernels.abi import WeightFormat
 from executors.kernels.decoder import drop_weight
 from executors.kernels.library import NativeKernels
 from executors.kernels.memory import HugePageArena
 from executors.kernels.packed import PackedWeight
-from executors.layers.linear import GatedLinear
+from executors.kernels.quantization import WeightFormats
+from executors.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from executors.layers.linear import ColumnParallelLinear, GatedLinear
 from executors.layers.linear_method import LinearMethod
 from executors.layers.ops import TorchOps
 
@@ -28,21 +31,35 @@ class _Packed:
 
 
 class NativeLinearMethod(LinearMethod):
-    """Weights in panels; the row-major one is dropped, except where the embedding reads it too."""
+    """Weights in panels, in place of the row-major ones. A tied head reads the embedding's."""
 
-    def __init__(self, kernels: NativeKernels) -> None:
-        self._kernels = kernels
+    def __init__(self, kernels: NativeKernels, formats: WeightFormats) -> None:
+        self._kernels, self._formats = kernels, formats
         self._arena = HugePageArena()
         self._packed: WeakKeyDictionary[nn.Module, _Packed] = WeakKeyDictionary()
+        self._embeddings: WeakKeyDictionary[nn.Module, PackedWeight] = WeakKeyDictionary()
 
     def prepare(self, layer: nn.Module) -> None:
-        weight = PackedWeight(
-            self._kernels, layer.weight.detach(), gate_up=isinstance(layer, GatedLinear), arena=self._arena
-        )
-        bias = getattr(layer, "bias", None)
-        self._packed[layer] = _Packed(weight, None if bias is None else weight.pack_bias(bias.detach()))
-        if not layer.shares_weight:
-            drop_weight(layer)
+        if isinstance(layer, ParallelLMHead):
+            tied = None if layer.tied_to is None else self._embeddings.get(layer.tied_to)
+            self._packed[layer] = _Packed(tied or self._pack(layer.weight, self._formats.vocabulary), None)
+        else:
+            gate_up = isinstance(layer, GatedLinear)
+            is_qkv = isinstance(layer, ColumnParallelLinear) and not gate_up
+            weight = self._pack(layer.weight, self._formats.layers, gate_up=gate_up, fine_inputs=is_qkv)
+            bias = getattr(layer, "bias", None)
+            self._packed[layer] = _Packed(weight, None if bias is None else weight.pack_bias(bias.detach()))
+        drop_weight(layer)
+
+    def prepare_embedding(self, layer: VocabParallelEmbedding) -> None:
+        self._embeddings[layer] = self._pack(layer.weight, self._formats.vocabulary)
+        drop_weight(layer)
+
+    def embed(self, layer: VocabParallelEmbedding, input_ids: torch.Tensor) -> torch.Tensor:
+        return ops.embed(self._embeddings[layer], input_ids)
+
+    def _pack(self, weight: torch.Tensor, format: WeightFormat, **options: bool) -> PackedWeight:
+        return PackedWeight(self._kernels, weight.detach(), format=format, arena=self._arena, **options)
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         packed = self._packed[layer]

@@ -85,7 +85,7 @@ def _load() -> ctypes.CDLL:
     for index, structure in enumerate(abi.STRUCTURES):
         compiled = library.ea_struct_size(index)
         if compiled != ctypes.sizeof(structure):
-            raise KernelBuildError(
+            raise RuntimeError(  # a mistake in the source, not something this machine lacks
                 f"{structure.__name__} is {compiled} bytes in {path} but {ctypes.sizeof(structure)} in abi.py"
             )
     return library
@@ -103,6 +103,9 @@ def _declare(library: ctypes.CDLL) -> None:
         "ea_program_run": (i32, [pointer, pointer, i32]),
         "ea_run_op": (i32, [i32, pointer, pointer, i32]),
         "ea_pack_bf16": (None, [pointer, i64, i64, i64, i32, pointer]),
+        "ea_panel_bytes": (i64, [i32, i64]),
+        "ea_quantize": (None, [pointer, i64, i64, i64, i32, i32, pointer, pointer]),
+        "ea_dequantize": (None, [pointer, pointer, i64, i64, i32, i32, pointer, i64]),
         "ea_probe_read": (None, [i32, pointer, i64, i32]),
         "ea_probe_arithmetic": (ctypes.c_double, [i32, i64, i32]),
         "ea_unpack_bf16": (None, [pointer, i64, i64, i32, pointer, i64]),

@@ -12,6 +12,7 @@ import torch
 
 from executors.attention.base import AttentionMetadata, AttentionParams
 from executors.kernels import abi
+from executors.kernels.abi import WeightFormat
 from executors.kernels.library import NativeKernels
 from executors.kernels.packed import PackedWeight
 
@@ -100,6 +101,7 @@ def linear_op(
     op.linear = abi.LinearOp(
         x=x,
         weight=weight.data.data_ptr(),
+        weight_scale=weight.scale_address,
         bias=0 if bias is None else bias.data_ptr(),
         residual=residual,
         y=y,
@@ -111,6 +113,8 @@ def linear_op(
         scale=scale,
         soft_cap=soft_cap,
         epilogue=epilogue,
+        weight_format=weight.format,
+        fine_inputs=int(weight.fine_inputs),
     )
     return op
 
@@ -151,6 +155,35 @@ def greedy(x: torch.Tensor, weight: PackedWeight, *, scale: float = 1.0, soft_ca
     step.num_samples = x.shape[0]
     weight.kernels.run_op(op, step)
     return out
+
+
+def embed(weight: PackedWeight, input_ids: torch.Tensor) -> torch.Tensor:
+    """Rows of a packed embedding (bfloat16 or int8): int64 [n] → bfloat16 [n, num_inputs]."""
+    if input_ids.dim() != 1 or input_ids.dtype != torch.int64 or not input_ids.is_contiguous():
+        raise ValueError(f"input_ids must be contiguous int64 [n], got {input_ids.dtype} {tuple(input_ids.shape)}")
+    out = torch.empty(len(input_ids), weight.num_inputs, dtype=torch.bfloat16)
+    step = rows_step(len(input_ids))
+    step.input_ids = input_ids.data_ptr()
+    weight.kernels.run_op(embed_op(weight, y=out.data_ptr(), ldy=weight.num_inputs), step)
+    return out
+
+
+def embed_op(weight: PackedWeight, *, y: int, ldy: int, scale: float = 1.0) -> abi.Op:
+    """The rows of the step's input ids, times `scale` in bfloat16."""
+    if weight.gate_up or weight.format is WeightFormat.INT4:
+        raise ValueError(f"rows cannot be taken from a {weight.format.name} weight with gate_up={weight.gate_up}")
+    op = abi.Op(kind=abi.OpKind.EMBED)
+    op.embed = abi.EmbedOp(
+        weight=weight.data.data_ptr(),
+        weight_scale=weight.scale_address,
+        y=y,
+        ldy=ldy,
+        n=weight.num_outputs,
+        k=weight.num_inputs,
+        scale=scale,
+        weight_format=weight.format,
+    )
+    return op
 
 
 def rms_norm(

@@ -228,7 +228,10 @@ class DecoderProgram:
     # Recording ------------------------------------------------------------------------------------------------------
 
     def _record(self, group_of_layer: Mapping[str, str]) -> list[abi.Op]:
-        decoder, recorded = self._decoder, [self._embed()]
+        decoder, residual = self._decoder, self._residual
+        recorded = [
+            ops.embed_op(decoder.embedding, y=residual.address, ldy=residual.stride, scale=decoder.embedding_scale)
+        ]
         recorded.append(self._norm(self._residual, decoder.layers[0].input_norm))
         for index, layer in enumerate(decoder.layers):
             is_last = index + 1 == len(decoder.layers)
@@ -332,19 +335,6 @@ class DecoderProgram:
             self._linear(weight, abi.Epilogue.STORE, x, self._projected, bias),
             self._norm(self._projected, following_norm, residual, post_norm),
         ]
-
-    def _embed(self) -> abi.Op:
-        weight = self._decoder.embedding
-        op = abi.Op(kind=abi.OpKind.EMBED)
-        op.embed = abi.EmbedOp(
-            weight=weight.data.data_ptr(),
-            y=self._residual.address,
-            ldy=self._residual.stride,
-            n=weight.num_outputs,
-            k=weight.num_inputs,
-            scale=self._decoder.embedding_scale,
-        )
-        return op
 
     def _linear(
         self,

@@ -12,6 +12,7 @@ from executors.kernels import ops
 from executors.kernels.decoder import decoder_of
 from executors.kernels.library import NativeKernels
 from executors.kernels.program import DecoderProgram
+from executors.kernels.quantization import WeightFormats
 from executors.models.decoder import DecoderLM
 from executors.step_compute import StepCompute
 from kv.spec import KVCacheConfig
@@ -20,13 +21,21 @@ from kv.spec import KVCacheConfig
 class NativeCompute(StepCompute):
     """Takes over the weights of `model`: they are packed, and the model's own are dropped one by one."""
 
-    def __init__(self, kernels: NativeKernels, model: DecoderLM, *, max_num_tokens: int, max_num_samples: int) -> None:
+    def __init__(
+        self,
+        kernels: NativeKernels,
+        model: DecoderLM,
+        formats: WeightFormats,
+        *,
+        max_num_tokens: int,
+        max_num_samples: int,
+    ) -> None:
         """
         Args:
             max_num_tokens, max_num_samples: Most of one step.
         """
         self._model = model
-        self._decoder = decoder_of(model, kernels, release=True)
+        self._decoder = decoder_of(model, kernels, formats, release=True)
         self._program = DecoderProgram(
             kernels, self._decoder, max_num_tokens=max_num_tokens, max_num_samples=max_num_samples
         )

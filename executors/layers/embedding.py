@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from executors.layers.context import LayerContext
@@ -22,6 +21,7 @@ class VocabParallelEmbedding(nn.Module):
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
         self._parallel = context.parallel
+        self._method = context.linear_method
         self.shard = shard_in_order(vocab_size, context.parallel.tp_rank, context.parallel.tp_size)
         self.weight = make_parameter(
             (self.shard.size, hidden_size), context.dtype, context.device, padded=self.shard.padded
@@ -33,12 +33,15 @@ class VocabParallelEmbedding(nn.Module):
             start=self.shard.start, stop=self.shard.stop,
         )  # fmt: skip
 
+    def prepare(self) -> None:
+        self._method.prepare_embedding(self)
+
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         if self._parallel.tp_size == 1:
-            return F.embedding(input_ids, self.weight)
+            return self._method.embed(self, input_ids)
         local = input_ids - self.shard.start
         elsewhere = (local < 0) | (local >= self.shard.stop - self.shard.start)
-        rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        rows = self._method.embed(self, local.masked_fill(elsewhere, 0))
         return self._parallel.all_reduce(rows.masked_fill_(elsewhere.unsqueeze(-1), 0))
 
 
@@ -66,15 +69,20 @@ class ParallelLMHead(nn.Module):
         self._method = context.linear_method
         self.shard = shard_in_order(vocab_size, context.parallel.tp_rank, context.parallel.tp_size)
         self.out_features = self.shard.size
-        self.shares_weight = tied_to is not None
+        self._tied_to = (tied_to,)  # in a tuple: not a submodule
         self.weight = (
             tied_to.weight
             if tied_to is not None
             else make_parameter((self.shard.size, hidden_size), context.dtype, context.device, padded=self.shard.padded)
         )
 
+    @property
+    def tied_to(self) -> VocabParallelEmbedding | None:
+        """The embedding whose weight this is too."""
+        return self._tied_to[0]
+
     def weight_targets(self) -> Iterator[WeightTarget]:
-        if not self.shares_weight:
+        if self.tied_to is None:
             yield WeightTarget(
                 f"{self.name}.weight", self.weight, (self.vocab_size, self.in_features),
                 start=self.shard.start, stop=self.shard.stop,

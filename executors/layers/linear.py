@@ -31,8 +31,6 @@ class OutputPart:
 class ColumnParallelLinear(nn.Module):
     """x [n, in] → this rank's rows of every part, concatenated: [n, sum of shard sizes]. Needs no communication."""
 
-    shares_weight = False
-
     def __init__(self, context: LayerContext, in_features: int, parts: Sequence[OutputPart], *, bias: bool) -> None:
         super().__init__()
         self.in_features = in_features
@@ -85,8 +83,6 @@ class GatedLinear(ColumnParallelLinear):
 
 class RowParallelLinear(nn.Module):
     """x [n, shard.size], this rank's input features → [n, out], summed over the TP ranks."""
-
-    shares_weight = False
 
     def __init__(
         self, context: LayerContext, name: str, in_features: int, shard: Shard, out_features: int, *, bias: bool

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 if TYPE_CHECKING:
+    from executors.layers.embedding import VocabParallelEmbedding
     from executors.layers.linear import GatedLinear
 
 
@@ -20,9 +21,16 @@ class LinearMethod(ABC):
     def prepare(self, layer: nn.Module) -> None:
         """Called once per linear when its `weight` [out, in] (and `bias` [out] or None) hold their final values.
 
-        May repack the weight and drop `layer.weight`, except where `layer.shares_weight` says that another module
-        reads it too.
+        May repack the weight and drop `layer.weight`. A head tied to an embedding (`layer.tied_to`) comes after it.
         """
+
+    def prepare_embedding(self, layer: VocabParallelEmbedding) -> None:
+        """Called once per embedding, before `prepare` of any linear. May repack and drop `layer.weight` as well."""
+        return
+
+    def embed(self, layer: VocabParallelEmbedding, input_ids: torch.Tensor) -> torch.Tensor:
+        """Rows of the embedding: int64 [n], within its rows → [n, hidden], a new tensor."""
+        return F.embedding(input_ids, layer.weight)
 
     @abstractmethod
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

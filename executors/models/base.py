@@ -10,7 +10,7 @@ from torch import nn
 
 from executors.attention.base import AttentionMetadata
 from executors.layers.attention import Attention
-from executors.layers.embedding import ParallelLMHead
+from executors.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from executors.layers.linear import ColumnParallelLinear, RowParallelLinear
 from executors.layers.weights import HoldsWeights, SliceableTensor, WeightLoadError, WeightTarget
 from kv.spec import KVCacheSpec
@@ -105,6 +105,9 @@ class CausalLM(nn.Module):
 
     def prepare(self) -> None:
         """Let the linear method pack the final weights. Called once, after loading."""
+        for module in self.modules():
+            if isinstance(module, VocabParallelEmbedding):
+                module.prepare()
         for module in self.modules():
             if isinstance(module, (ColumnParallelLinear, RowParallelLinear, ParallelLMHead)):
                 module.prepare()

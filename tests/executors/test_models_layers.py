@@ -96,8 +96,7 @@ class PackingMethod(TorchLinearMethod):
     def prepare(self, layer: nn.Module) -> None:
         assert not hasattr(layer, "packed"), "prepared twice"
         layer.packed = layer.weight.data.t().contiguous()
-        if not layer.shares_weight:
-            del layer.weight
+        del layer.weight
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         out = x @ layer.packed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -20,9 +21,12 @@ from executors.config import ModelConfig, ParallelConfig
 from executors.kernels import ops
 from executors.kernels.build import KernelBuildError
 from executors.kernels.library import NativeKernels
+from executors.kernels.packed import PackedWeight
+from executors.kernels.step import NativeCompute
 from executors.kernels.threads import cpus_of_worker
 from executors.logits_processors import LogitsProcessor
 from executors.uniproc import UniProcExecutor
+from executors.worker import Worker
 from kv.config import CacheConfig
 from scheduler.config import SchedulerConfig
 from scheduler.output import NewRequestData
@@ -103,16 +107,17 @@ class Recorder(LogitsProcessor):
             assert np.array_equal(self.seen.setdefault(context, bits), bits)
 
 
-@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize(("eager", "quantization"), [(False, None), (True, None), (False, "int8"), (True, "int4")])
 def test_logits_have_the_same_bits_alone_in_a_batch_chunked_resumed_and_behind_a_prefix(
-    model_dir: Path, eager: bool
+    model_dir: Path, eager: bool, quantization: str | None
 ) -> None:
     """`Recorder` compares the logits of equal contexts, whichever way they came about."""
     name = f"{Recorder.__module__}.{Recorder.__qualname__}"
-    executor = make_executor(model_dir, enforce_eager=eager, logits_processors=[name])
+    executor = make_executor(model_dir, enforce_eager=eager, quantization=quantization, logits_processors=[name])
     try:
-        expected = "layer by layer" if eager else "whole steps"
-        assert expected in compute_of(executor)
+        expected = f"{quantization} weights, " if quantization else ""
+        expected += "layer by layer" if eager else "whole steps"
+        assert f", {expected}" in compute_of(executor)
         Recorder.seen.clear()
         recorded = SamplingParams(temperature=0, extra_args={"record": True})
         driver = StepDriver(executor, CACHE, SCHEDULER)
@@ -196,10 +201,11 @@ def test_logprobs_of_prompts_and_tokens_are_the_same_in_chunks_beside_plain_gree
     assert np.array_equal(seen[0], seen[1])
 
 
-def test_layers_one_by_one_have_the_bits_of_whole_steps(model_dir: Path) -> None:
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+def test_layers_one_by_one_have_the_bits_of_whole_steps(model_dir: Path, quantization: str | None) -> None:
     tokens = []
     for eager in (False, True):
-        executor = make_executor(model_dir, enforce_eager=eager)
+        executor = make_executor(model_dir, enforce_eager=eager, quantization=quantization)
         tokens.append(StepDriver(executor, CACHE, SCHEDULER).generate(PROMPTS, NUM_TOKENS))
         executor.shutdown()
     assert tokens[0] == tokens[1]
@@ -224,17 +230,84 @@ def test_window_and_full_layers_come_as_several_groups_through_one_program(tmp_p
     assert np.mean(same) > 0.6
 
 
-@pytest.mark.parametrize("eager", [False, True])
-def test_no_row_major_copy_of_the_weights_is_kept(llama_dir: Path, eager: bool) -> None:
-    executor = make_executor(llama_dir, enforce_eager=eager)
+@pytest.mark.parametrize(("eager", "quantization"), [(False, None), (True, None), (True, "int8")])
+def test_no_row_major_copy_of_the_weights_is_kept(llama_dir: Path, eager: bool, quantization: str | None) -> None:
+    executor = make_executor(llama_dir, enforce_eager=eager, quantization=quantization)
     try:
         (sizes,) = executor.collective_rpc(
             lambda worker: {name: p.numel() for name, p in worker.model.named_parameters() if p.dim() > 1}
         )
     finally:
         executor.shutdown()
-    # The embedding is looked up by row where layers run one by one.
-    assert {name for name, size in sizes.items() if size} == ({"embed_tokens.weight"} if eager else set())
+    assert not any(sizes.values())
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_tied_head_and_its_embedding_are_one_packed_weight(tmp_path: Path, eager: bool) -> None:
+    executor = make_executor(save_random("qwen3", tmp_path), enforce_eager=eager)
+
+    def packed_vocabularies(worker: Worker) -> int:
+        return sum(w.num_outputs == SIZES["vocab_size"] for w in gc.get_objects() if type(w) is PackedWeight)
+
+    gc.collect()
+    try:
+        assert executor.collective_rpc(packed_vocabularies) == [1]
+    finally:
+        executor.shutdown()
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantised_logits_are_close_to_those_of_the_rounded_weights(model_dir: Path, quantization: str) -> None:
+    """Against float32 with the weights that the kernels hold: what is left is the rounding of activations."""
+    executor = make_executor(model_dir, quantization=quantization)
+    try:
+        weights = executor.collective_rpc(_dequantised)[0]
+        driver = StepDriver(executor, CACHE, SCHEDULER)
+        params = SamplingParams(temperature=0, logprobs=5)
+        requests = [driver.add(PROMPTS[4], params)]
+        output = driver.dispatch(requests, 1000).result(60)
+        assert output is not None
+        assert output.logprobs is not None
+        ids = np.frombuffer(output.logprobs.token_ids, dtype="<i4")
+        logprobs = np.frombuffer(output.logprobs.logprobs, dtype="<f4")
+    finally:
+        executor.shutdown()
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    with torch.no_grad():
+        for name, weight in weights.items():
+            model.get_parameter(name).copy_(weight)
+        exact = model(torch.tensor([PROMPTS[4]])).logits[0, -1].log_softmax(-1)
+    np.testing.assert_allclose(logprobs, exact[ids.tolist()].numpy(), atol=0.1)
+
+
+def _dequantised(worker: Worker) -> dict[str, torch.Tensor]:
+    """The weights of a worker that runs whole steps, by their names in transformers."""
+    compute = worker.runner._compute
+    assert isinstance(compute, NativeCompute)
+    decoder, found = compute._decoder, {}
+    found["model.embed_tokens.weight"] = decoder.embedding.unpack()
+    found["lm_head.weight"] = decoder.head.unpack()
+    for index, layer in enumerate(decoder.layers):
+        prefix, params = f"model.layers.{index}", layer.params
+        sizes = [n * params.head_size for n in (params.num_heads, params.num_kv_heads, params.num_kv_heads)]
+        for name, part in zip("qkv", layer.qkv.unpack().split(sizes), strict=True):
+            found[f"{prefix}.self_attn.{name}_proj.weight"] = part
+        found[f"{prefix}.self_attn.o_proj.weight"] = layer.attention_output.unpack()
+        gate, up = layer.gate_up.unpack().chunk(2)
+        found |= {f"{prefix}.mlp.gate_proj.weight": gate, f"{prefix}.mlp.up_proj.weight": up}
+        found[f"{prefix}.mlp.down_proj.weight"] = layer.down.unpack()
+    return found
+
+
+def test_quantization_that_cannot_be_done_is_refused_with_the_reason(llama_dir: Path) -> None:
+    with pytest.raises(ValueError, match=r"quantization must be one of \('int8', 'int4'\) or None, got 'fp8'"):
+        make_executor(llama_dir, quantization="fp8")
+    with pytest.raises(
+        ExecutorFailedError, match="quantization 'int8' needs dtype 'bfloat16' on the CPU, got dtype 'f"
+    ):
+        make_executor(llama_dir, quantization="int8", dtype="float32")
+    with pytest.raises(ExecutorFailedError, match="quantization 'int4' needs the native CPU kernels, which cannot"):
+        make_executor(llama_dir, quantization="int4", attention_backend="torch")
 
 
 def test_what_the_kernels_cannot_do_is_computed_by_torch_and_the_reason_is_logged(

@@ -19,19 +19,22 @@ enum NormStyle : int32_t {
   NORM_SCALE_IN_FLOAT = 1,    // Gemma: bf16(x / rms * w), w = 1 + checkpoint weight
 };
 
-enum WeightFormat : int32_t { WEIGHT_BF16 = 0 };
+// How panels hold their weights; see weight_layout.h.
+enum WeightFormat : int32_t { WEIGHT_BF16 = 0, WEIGHT_INT8 = 1, WEIGHT_INT4 = 2 };
 
-// Packed weights: panels of 32 outputs, [ceil(n/32)][ceil(k/2)][32 outputs][2 inputs], zero padded.
 struct LinearOp {
   const bf16* x;
   const void* weight;
-  const float* bias;      // [panels * 32] in panel order, or null
+  const float* weight_scale;  // of each output, [panels * 32] in panel order; null for WEIGHT_BF16
+  const float* bias;          // [panels * 32] in panel order, or null
   const bf16* residual;   // may equal y
   void* y;
   int64_t ldx, ldres, ldy;  // row strides in elements
   int64_t n, k;             // outputs and inputs; for *_UP epilogues n counts gate and up
   float scale, soft_cap;    // EPI_LOGITS and EPI_ARGMAX; soft_cap 0 is off
   int32_t epilogue, weight_format;
+  int32_t fine_inputs;  // integer formats: inputs keep 15 bits instead of 8, for twice the arithmetic
+  int32_t reserved;
 };
 
 // h = pre_weight ? norm(x; pre_weight) : x;  h += residual (stored back);  y = norm(h; weight).
@@ -70,9 +73,10 @@ struct AttentionOp {
   int32_t group, non_causal;
 };
 
-// Rows of a packed weight: tied embeddings need no second copy.
+// Rows of a packed weight: tied embeddings need no second copy. Formats: WEIGHT_BF16 and WEIGHT_INT8.
 struct EmbedOp {
   const void* weight;
+  const float* weight_scale;  // as in LinearOp
   bf16* y;
   int64_t ldy, n, k;
   float scale;  // applied in bf16; 1 is none

@@ -3,6 +3,8 @@
 
 #include "pack.h"
 #include "program.h"
+#include "quantize.h"
+#include "weight_layout.h"
 
 static const KernelTable* const kTables[] = {&kAvx512Kernels, &kAvx2Kernels};
 
@@ -33,6 +35,16 @@ EA_EXPORT void ea_pack_bf16(const bf16* weight, int64_t ldw, int64_t n, int64_t 
 }
 EA_EXPORT void ea_unpack_bf16(const bf16* packed, int64_t n, int64_t k, int interleave_halves, bf16* weight, int64_t ldw) {
   unpack_bf16(packed, n, k, interleave_halves != 0, weight, ldw);
+}
+
+EA_EXPORT int64_t ea_panel_bytes(int format, int64_t k) { return panel_bytes(format, k); }
+EA_EXPORT void ea_quantize(const bf16* weight, int64_t ldw, int64_t n, int64_t k, int interleave_halves, int format, char* packed,
+                           float* scale) {
+  quantize_weight(weight, ldw, n, k, interleave_halves != 0, format, packed, scale);
+}
+EA_EXPORT void ea_dequantize(const char* packed, const float* scale, int64_t n, int64_t k, int interleave_halves, int format,
+                             float* weight, int64_t ldw) {
+  dequantize_weight(packed, scale, n, k, interleave_halves != 0, format, weight, ldw);
 }
 
 // Probes run on every thread of the pool at once; the result is what all of them did: bytes, or operations.

@@ -3,11 +3,12 @@
 #include "kernel_table.h"
 
 #include "attend.h"
+#include "linear_quant.h"
 #include "probe.h"
 #include "rows.h"
 
 static bool supported() {
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 }
 
 static long scratch_bytes(int heads_per_kv, int head_size) {
@@ -19,6 +20,7 @@ const KernelTable kAvx2Kernels = {
     supported,
     EA_ISA::linear_tasks,
     EA_ISA::linear_run,
+    EA_ISA::linear_scratch_bytes,
     EA_ISA::norm_run,
     EA_ISA::qkv_run,
     EA_ISA::embed_run,

@@ -3,11 +3,14 @@
 #include "kernel_table.h"
 
 #include "attend.h"
+#include "linear_quant.h"
 #include "probe.h"
 #include "rows.h"
 
 static bool supported() {
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bf16");
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bf16") &&
+         __builtin_cpu_supports("avx512vnni");
 }
 
 static long scratch_bytes(int heads_per_kv, int head_size) {
@@ -19,6 +22,7 @@ const KernelTable kAvx512Kernels = {
     supported,
     EA_ISA::linear_tasks,
     EA_ISA::linear_run,
+    EA_ISA::linear_scratch_bytes,
     EA_ISA::norm_run,
     EA_ISA::qkv_run,
     EA_ISA::embed_run,

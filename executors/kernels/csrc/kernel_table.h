@@ -7,11 +7,19 @@ struct ArgBest {
   int64_t index;
 };
 
+// What one thread keeps while it runs a linear layer.
+struct LinearWork {
+  ArgBest* best;            // of EPI_ARGMAX, by row
+  char* scratch;            // linear_scratch_bytes
+  long scratch_chunk = -1;  // whose inputs it holds
+};
+
 struct KernelTable {
   const char* name;
   bool (*supported)();
   long (*linear_tasks)(const LinearOp&, long rows);
-  void (*linear_run)(const LinearOp&, long rows, long begin, long end, ArgBest* best);
+  void (*linear_run)(const LinearOp&, long rows, long begin, long end, LinearWork&);
+  long (*linear_scratch_bytes)(const LinearOp&);
   void (*norm_run)(const NormOp&, long begin, long end);
   void (*qkv_run)(const QkvOp&, const Step&, long begin, long end);
   void (*embed_run)(const EmbedOp&, const Step&, long begin, long end);

@@ -3,10 +3,9 @@
 #include <cmath>
 
 #include "dot.h"
+#include "weight_layout.h"
 
 namespace EA_ISA {
-
-constexpr int kPanel = 32;
 
 static inline VF vexp(VF x) { return vexp2(vmul(x, vset(1.44269504f))); }
 static inline VF vsilu(VF x) { return vdiv(x, vadd(vset(1.0f), vexp(vsub(vzero(), x)))); }
@@ -147,19 +146,14 @@ static void finish_panel(const LinearOp& op, float* sums, const PanelOut& out, l
 }
 
 // Tasks of a linear layer are (rows chunk, panel), panels fastest, so that a chunk's inputs stay in cache.
-static long linear_row_chunk(long k) {
+static long bf16_row_chunk(long k) {
   const long rows = (192 * 1024) / (2 * k) / kMaxRows * kMaxRows;
   return rows < 4 * kMaxRows ? 4 * kMaxRows : rows;
 }
 
-static long linear_tasks(const LinearOp& op, long rows) {
-  const long chunk = linear_row_chunk(op.k);
-  return (rows + chunk - 1) / chunk * ((op.n + kPanel - 1) / kPanel);
-}
-
-static void linear_run(const LinearOp& op, long rows, long begin, long end, ArgBest* best) {
+static void bf16_linear_run(const LinearOp& op, long rows, long begin, long end, ArgBest* best) {
   const long panels = (op.n + kPanel - 1) / kPanel, pairs = (op.k + 1) / 2;
-  const long limit = linear_row_chunk(op.k);
+  const long limit = bf16_row_chunk(op.k);
   const int chunks = (int)((rows + limit - 1) / limit);
   alignas(64) float sums[kMaxRows * kPanel];
   for (long task = begin; task < end; task++) {

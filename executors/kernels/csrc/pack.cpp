@@ -8,8 +8,7 @@ int64_t packed_panels(int64_t n, bool interleave_halves) {
   return interleave_halves ? (n / 2 + 15) / 16 : (n + 31) / 32;
 }
 
-// The weight row behind lane `lane` of a panel; -1 is padding.
-static int64_t source_row(int64_t panel, int lane, int64_t n, bool interleave_halves) {
+int64_t panel_source_row(int64_t panel, int lane, int64_t n, bool interleave_halves) {
   if (!interleave_halves) {
     const int64_t row = panel * 32 + lane;
     return row < n ? row : -1;
@@ -30,7 +29,7 @@ void pack_panel(const PackJob& job, int64_t panel) {
   const int64_t pairs = (job.k + 1) / 2;
   uint32_t* out = (uint32_t*)job.packed + panel * pairs * 32;
   for (int lane = 0; lane < 32; lane++) {
-    const int64_t row = source_row(panel, lane, job.n, job.interleave);
+    const int64_t row = panel_source_row(panel, lane, job.n, job.interleave);
     if (row < 0) {
       for (int64_t p = 0; p < pairs && !job.unpack; p++) out[p * 32 + lane] = 0;
       continue;

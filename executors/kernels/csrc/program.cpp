@@ -5,16 +5,18 @@
 #include <cstdlib>
 #include <ctime>
 
+#include "weight_layout.h"
+
 // Threads first take equal shares of kFirstShare of an operation's tasks, at fixed places, and divide the rest as they
 // finish, so that a thread that lost its core for a while holds nobody up.
 static constexpr double kFirstShare = 0.75;
 static constexpr long kPrefetchLimit = 192 * 1024;  // of the next weights, while waiting: well inside a core's L2
 
-static long panel_bytes(const LinearOp& op) { return (op.k + 1) / 2 * 2 * 32 * (long)sizeof(bf16); }
-
 Program::Program(const KernelTable& kernels, const Op* ops, int count)
     : kernels_(kernels), ops_(ops, ops + count), plan_of_op_(count, -1), next_linear_(count, -1), counters_(new Counter[2 * count]) {
+  const auto need_scratch = [&](int64_t bytes) { scratch_stride_ = std::max(scratch_stride_, (bytes + 4095) / 4096 * 4096); };
   for (int i = 0; i < count; i++) {
+    if (ops[i].kind == OP_LINEAR) need_scratch(kernels.linear_scratch_bytes(ops[i].linear));
     if (ops[i].kind != OP_ATTENTION) continue;
     const AttentionOp& op = ops[i].attention;
     const PlanKey key = {{op.num_heads, op.num_kv_heads, op.sliding_window, op.non_causal != 0}, op.group, ops[i].rows};
@@ -25,8 +27,7 @@ Program::Program(const KernelTable& kernels, const Op* ops, int count)
     };
     plan_of_op_[i] = (int)(std::find_if(plan_keys_.begin(), plan_keys_.end(), same) - plan_keys_.begin());
     if (plan_of_op_[i] == (int)plan_keys_.size()) plan_keys_.push_back(key);
-    const long bytes = kernels.attend_scratch_bytes(op.num_heads / op.num_kv_heads, op.head_size);
-    scratch_stride_ = std::max<int64_t>(scratch_stride_, (bytes + 4095) / 4096 * 4096);
+    need_scratch(kernels.attend_scratch_bytes(op.num_heads / op.num_kv_heads, op.head_size));
   }
   plans_.resize(plan_keys_.size());
   for (int i = count - 2; i >= 0; i--) next_linear_[i] = ops[i + 1].kind == OP_LINEAR ? i + 1 : next_linear_[i + 1];
@@ -151,8 +152,9 @@ void Program::wait(int op, int thread, int threads) {
   if (next >= 0) {
     const LinearOp& linear = ops_[next].linear;
     const long panels = (linear.n + 31) / 32, share = std::max<long>(1, (long)(panels * kFirstShare) / threads);
-    at = (const char*)linear.weight + std::min(panels, thread * share) * panel_bytes(linear);
-    end = at + std::min(kPrefetchLimit, std::min(panels - std::min(panels, thread * share), share) * panel_bytes(linear));
+    const int64_t bytes = panel_bytes(linear.weight_format, linear.k);
+    at = (const char*)linear.weight + std::min(panels, thread * share) * bytes;
+    end = at + std::min<long>(kPrefetchLimit, std::min(panels - std::min(panels, thread * share), share) * bytes);
   }
   Pool::instance().barrier.wait([&] {
     if (at >= end) return false;
@@ -208,10 +210,12 @@ void Program::execute(int thread, int threads) {
     const long m = rows(op);
     if (m == 0) continue;
     switch (op.kind) {
-      case OP_LINEAR:
+      case OP_LINEAR: {
+        LinearWork work = {best_of(thread), scratch_.get() + thread * scratch_stride_};
         take(2 * i, kernels_.linear_tasks(op.linear, m), thread, threads,
-             [&](long b, long e) { kernels_.linear_run(op.linear, m, b, e, best_of(thread)); });
+             [&](long b, long e) { kernels_.linear_run(op.linear, m, b, e, work); });
         break;
+      }
       case OP_NORM:
         take(2 * i, m, thread, threads, [&](long b, long e) { kernels_.norm_run(op.norm, b, e); });
         break;

@@ -121,17 +121,36 @@ static void qkv_run(const QkvOp& op, const Step& step, long begin, long end) {
   }
 }
 
+static void embed_bf16(const EmbedOp& op, int64_t id, bf16* y) {
+  const char* source = (const char*)op.weight + id / kPanel * panel_bytes(WEIGHT_BF16, op.k) + id % kPanel * 4;
+  for (long p = 0; p < op.k / 2; p++) std::memcpy(y + 2 * p, source + p * (4 * kPanel), 4);
+}
+
+static void embed_int8(const EmbedOp& op, int64_t id, bf16* y) {
+  const int lane = (int)(id % kPanel);
+  const char* group = (const char*)op.weight + id / kPanel * panel_bytes(WEIGHT_INT8, op.k);
+  const VF scale = vset(op.weight_scale[id]);
+  for (long first = 0; first < op.k; first += kQuantGroup, group += kInt8GroupBytes) {
+    uint16_t half;
+    std::memcpy(&half, group + kInt8GroupCodes + 2 * lane, 2);
+    const VF step = vset(_cvtsh_ss(half));
+    for (long c = 0; c < kQuantGroup && first + c < op.k; c += 16) {
+      float q[16];
+      for (int i = 0; i < 16; i++) q[i] = (float)((int)(uint8_t)group[(c + i) / 4 * (4 * kPanel) + lane * 4 + i % 4] - 128);
+      store_columns(y + first + c, vmul(vmul(vload(q), step), scale), op.k - first - c);
+    }
+  }
+}
+
 static void embed_run(const EmbedOp& op, const Step& step, long begin, long end) {
-  const long pairs = op.k / 2;
   const bf16 scale_bits = [&] { bf16 lanes[16]; vstore_bf16(lanes, vset(op.scale)); return lanes[0]; }();
   float scale;
   const uint32_t wide = (uint32_t)scale_bits << 16;
   std::memcpy(&scale, &wide, 4);
   for (long t = begin; t < end; t++) {
-    const int64_t id = step.input_ids[t];
-    const uint32_t* source = (const uint32_t*)op.weight + (id / kPanel) * pairs * kPanel + id % kPanel;
     bf16* y = op.y + t * op.ldy;
-    for (long p = 0; p < pairs; p++) std::memcpy(y + 2 * p, source + p * kPanel, 4);
+    if (op.weight_format == WEIGHT_INT8) embed_int8(op, step.input_ids[t], y);
+    else embed_bf16(op, step.input_ids[t], y);
     if (op.scale != 1.0f)
       for (long c = 0; c < op.k; c += 16)
         store_columns(y + c, vmul(load_columns(y + c, op.k - c), vset(scale)), op.k - c);

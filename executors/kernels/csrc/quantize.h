@@ -1,0 +1,9 @@
+// Row-major bf16 weights to panels of integers (weight_layout.h), and back to what these stand for. Run by the pool.
+#pragma once
+#include "abi.h"
+
+// scale: [panels * 32]. A row that is not finite gets a scale that is not a number, so that it cannot pass unseen.
+void quantize_weight(const bf16* weight, int64_t ldw, int64_t n, int64_t k, bool interleave_halves, int format, char* packed,
+                     float* scale);
+void dequantize_weight(const char* packed, const float* scale, int64_t n, int64_t k, bool interleave_halves, int format,
+                       float* weight, int64_t ldw);
