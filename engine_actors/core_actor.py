@@ -36,6 +36,7 @@ from engine_actors.messages import (
 from engine_actors.ray_places import place_of_this_process
 from engine_actors.ray_utilities import utility_arguments, utility_failure, utility_result
 from executors.base import ExecutorFailedError, StepFuture
+from executors.niceness import undo_ray_niceness
 from scheduler.output import ModelRunnerOutput
 
 logger = logging.getLogger(__name__)
@@ -75,6 +76,7 @@ class EngineCoreActor:
     def __init__(self, config: EngineConfig) -> None:
         # Blocking calls of Ray happen in threads here, not on the event loop.
         os.environ["RAY_WARN_BLOCKING_GET_INSIDE_ASYNC"] = "0"
+        undo_ray_niceness()
         self._config = config
         self._queue: deque[InputMessage] = deque()
         self._changed = asyncio.Event()

@@ -14,6 +14,7 @@ from typing import Any
 import ray
 
 from executors.network import use_interface_of
+from executors.niceness import undo_ray_niceness
 from executors.worker import Worker
 
 _CONTROL_THREADS = 4
@@ -29,6 +30,7 @@ class RayWorker:
             gives_output: This rank's step results are read. The others' failures are told by `watch` alone, for Ray
                 logs an error that nobody reads.
         """
+        undo_ray_niceness()
         self._rank = rank
         self._gives_output = gives_output
         self._worker: Worker | None = None
