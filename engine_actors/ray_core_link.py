@@ -292,8 +292,8 @@ def _start(actor: Any, config: EngineConfig) -> CoreInfo:
 
 
 def _death_text(error: BaseException) -> str:
-    """Ray's reason in one line."""
-    text = " ".join(str(error).split())
+    """Ray's reason in one line, without its list of common causes."""
+    text = " ".join(str(error).split()).partition(" Some common causes include")[0]
     kind = "EngineCore's process died" if isinstance(error, RayActorError) else "EngineCore cannot be reached"
     return f"{kind}: {text}"
 
