@@ -172,7 +172,7 @@ class AsyncLLM:
         priorities = broadcast("priority", priority, len(prompts), 0)
         ids = list(request_ids or (f"request-{next(self._ids)}" for _ in prompts))
         arguments = (ids, list(prompts), params, priorities)
-        if _num_chars(prompts) > THREAD_TOKENISE_CHARS:
+        if _num_chars(prompts) > THREAD_TOKENISE_CHARS or not self.input_processor.is_quick(params):
             requests = await asyncio.to_thread(
                 self.input_processor.process_batch, *arguments, add_special_tokens=add_special_tokens
             )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +22,8 @@ from scheduler.request import EngineCoreRequest
 if TYPE_CHECKING:
     from engine_actors.ray_clients import AsyncRayClient
 
-YIELD_S = 0.001
+GRAMMAR_WAIT_S = 1.0
+"""Longest sleep at once while only grammars are awaited. They wake it."""
 
 
 class EngineCoreClient(ABC):
@@ -147,7 +147,7 @@ class InprocClient(SyncCoreClient):
             if not self._core.has_requests():
                 return []
             if not self._core.has_steps_in_flight:
-                time.sleep(YIELD_S)
+                self._core.wait_for_work(GRAMMAR_WAIT_S)
 
     def call_utility(self, name: str, *args: Any, **kwargs: Any) -> Any:
         self._check_alive()

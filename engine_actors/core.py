@@ -7,10 +7,13 @@ dispatch) and `finish_step` (take the result in); whoever drives decides what ha
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from engine_actors.config import EngineConfig
 from executors.base import Executor, StepFuture
@@ -26,9 +29,15 @@ from scheduler.output import (
 from scheduler.request import EngineCoreRequest
 from scheduler.scheduler import Scheduler
 
+if TYPE_CHECKING:
+    from engine_actors.structured_output import StructuredOutputManager
+
 logger = logging.getLogger(__name__)
 
 OutputsByClient = dict[int, EngineCoreOutputs]
+
+YIELD_S = 0.001
+"""Pause when work remains, but no step can run and none is in flight."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +66,7 @@ class PendingStep:
     """A step that was dispatched and not yet finished."""
 
     scheduled: SchedulerOutput
-    future: StepFuture[ModelRunnerOutput | None]
+    future: StepFuture[ModelRunnerOutput | None] | StepFuture[ModelRunnerOutput]
 
 
 class EngineCore:
@@ -89,6 +98,8 @@ class EngineCore:
         self.max_concurrent_batches = self.executor.max_concurrent_batches
         self._batch_queue: deque[PendingStep] = deque()
         self._refused: dict[int, list[FinishedRequest]] = {}
+        self._grammars: StructuredOutputManager | None = None
+        self._on_grammar_change: Callable[[], Any] = lambda: None
         self.step_fn = self.step if self.max_concurrent_batches == 1 else self.step_with_batch_queue
         # The executor is looked up when it is called: recovery replaces it.
         self._utilities: dict[str, tuple[Callable[..., Any], bool]] = {
@@ -102,11 +113,30 @@ class EngineCore:
     def add_request(self, request: EngineCoreRequest) -> None:
         """Queue a request. A refusal does not raise: it becomes the request's end, in the next outputs."""
         try:
+            if request.sampling_params.structured_outputs is not None and self._grammars is None:
+                self._start_grammars(request)
             self.scheduler.add_request(request)
         except RequestRefusedError as error:
             self.refuse_request(request, str(error), "InvalidRequestError")
         except QueueFullError as error:
             self.refuse_request(request, str(error), "QueueFullError")
+
+    def on_grammar_change(self, callback: Callable[[], Any]) -> None:
+        """Call `callback`, from any thread, when a grammar has been compiled or refused: there may be something to run.
+
+        Set it before the first request comes.
+        """
+        self._on_grammar_change = callback
+
+    def _start_grammars(self, request: EngineCoreRequest) -> None:
+        """The first request with structured output: engines that never see one pay nothing."""
+        from engine_actors.structured_output.setup import make_manager
+
+        try:
+            self._grammars = make_manager(self.config, request.eos_token_ids, self._on_grammar_change)
+        except ValueError as error:
+            raise RequestRefusedError(str(error)) from error
+        self.scheduler.use_grammars(self._grammars)
 
     def refuse_request(self, request: EngineCoreRequest, error: str, error_type: str) -> None:
         """End a request that was never queued, with an error for its front end to raise."""
@@ -140,11 +170,27 @@ class EngineCore:
         return bool(self._batch_queue)
 
     def begin_step(self) -> PendingStep | None:
-        """Schedule and dispatch, without waiting. None: nothing can run now."""
+        """Schedule and dispatch, without waiting. None: nothing can run now.
+
+        With structured output the masks are filled while the workers run the forward, and a second call samples.
+        """
         scheduled = self.scheduler.schedule()
         if scheduled is None:
             return None
-        return PendingStep(scheduled, self.executor.execute_model(scheduled))
+        future = self.executor.execute_model(scheduled)
+        if not scheduled.has_structured_output:
+            return PendingStep(scheduled, future)
+        bitmask = self.scheduler.fill_bitmask()
+        encoded = None if bitmask is None else msgspec.msgpack.encode(bitmask)
+        return PendingStep(scheduled, self.executor.sample_tokens(encoded))
+
+    def wait_for_work(self, timeout_s: float) -> None:
+        """Block for so long at most, for callers that found nothing to run: if it is grammars they wait for, until one
+        is there."""
+        if self._grammars is not None and self.scheduler.waits_for_grammars_only:
+            self._grammars.wait(timeout_s)
+        else:
+            time.sleep(min(timeout_s, YIELD_S))
 
     def finish_step(self, pending: PendingStep, output: ModelRunnerOutput | None) -> OutputsByClient:
         """Take in the result of the oldest pending step. Aborts must have been passed on before."""
@@ -229,7 +275,9 @@ class EngineCore:
         return self._utilities[name]
 
     def shutdown(self) -> None:
-        """Stop the workers. Idempotent."""
+        """Stop the workers and the grammar compiler. Idempotent."""
+        if self._grammars is not None:
+            self._grammars.close()
         self.executor.shutdown()
 
 

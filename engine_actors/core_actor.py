@@ -13,10 +13,11 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from engine_actors.config import EngineConfig
-from engine_actors.core import CoreInfo, EngineCore, OutputsByClient, PendingStep
+from engine_actors.core import YIELD_S, CoreInfo, EngineCore, OutputsByClient, PendingStep
 from engine_actors.core_recovery import RecoveryFailedError, WorkerRecovery
 from engine_actors.core_streams import Inbox, Outbox
 from engine_actors.errors import EngineDeadError
@@ -40,9 +41,6 @@ from executors.niceness import undo_ray_niceness
 from scheduler.output import ModelRunnerOutput
 
 logger = logging.getLogger(__name__)
-
-YIELD_S = 0.001
-"""Pause when work remains, but no step can run and none is in flight."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +101,8 @@ class EngineCoreActor:
         self._core = await asyncio.to_thread(EngineCore, self._config)
         self._recovery = WorkerRecovery(self._core, self._config, self._changed.set)
         self._watch_executor()
+        loop = asyncio.get_running_loop()
+        self._core.on_grammar_change(partial(loop.call_soon_threadsafe, self._changed.set))
         self._busy_loop_task = asyncio.create_task(self._run())
         return self._core.info
 
@@ -209,7 +209,8 @@ class EngineCoreActor:
             self._publish(core.take_outputs())
             if not self._in_flight:
                 self._progress_s = time.monotonic()
-                if self._utility is None and not self._recovery.under_way and core.has_requests():
+                may_run = core.has_requests() and not core.scheduler.waits_for_grammars_only
+                if self._utility is None and not self._recovery.under_way and may_run:
                     await asyncio.sleep(YIELD_S)
                     continue
             await self._changed.wait()
@@ -381,5 +382,7 @@ class _StopNow(Exception):
     """Leave the busy loop in order: nothing is in flight any more, or it has been aborted."""
 
 
-async def _result_of(future: StepFuture[ModelRunnerOutput | None]) -> ModelRunnerOutput | None:
+async def _result_of(
+    future: StepFuture[ModelRunnerOutput | None] | StepFuture[ModelRunnerOutput],
+) -> ModelRunnerOutput | None:
     return await future

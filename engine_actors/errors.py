@@ -63,6 +63,8 @@ _REQUEST_ERRORS: dict[str, type[Exception]] = {
 }
 
 
-def request_error(error_type: str | None, message: str) -> Exception:
+def request_error(error_type: str | None, message: str, field: str | None = None) -> Exception:
     """The public exception for a request the engine ended with an error (`FinishedRequest.error_type`)."""
+    if error_type == InvalidRequestError.__name__:
+        return InvalidRequestError(message, field)
     return _REQUEST_ERRORS.get(error_type or "", RequestFailedError)(message)

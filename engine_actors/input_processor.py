@@ -116,6 +116,10 @@ class InputProcessor:
         rows = zip(request_ids, parsed, checked, priorities, strict=True)
         return [self._make(request_id, p, sp, priority, arrival_s) for request_id, p, sp, priority in rows]
 
+    def is_quick(self, params: Sequence[SamplingParams | None]) -> bool:
+        """Whether checking these parameters takes no time worth a thread. The same form is quick the second time."""
+        return all(not isinstance(each, SamplingParams) or self._checker.is_quick(each) for each in params)
+
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],

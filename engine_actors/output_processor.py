@@ -298,9 +298,10 @@ class OutputProcessor:
         state.metrics.num_preemptions = ended.num_preemptions
         reason, stop_reason, error = ended.reason, ended.stop_reason, None
         if reason is FinishReason.ERROR:
-            error = request_error(ended.error_type, ended.error or "the engine gave no reason")
+            error = request_error(ended.error_type, ended.error or "the engine gave no reason", ended.error_field)
         stop_token: list[int] = []
-        if reason is FinishReason.STOP and token_ids and not state.parent.params.include_stop_str_in_output:
+        ends_in_text = ended.last_token_is_text or state.parent.params.include_stop_str_in_output
+        if reason is FinishReason.STOP and token_ids and not ends_in_text:
             # The token that ended the text is reported, and not part of the text.
             token_ids, stop_token = token_ids[:-1], token_ids[-1:]
         stopped_by_string = bool(token_ids) and state.append(token_ids, timestamp_s)

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import msgspec
+
 from engine_actors.errors import InvalidRequestError
+from engine_actors.structured_output.checked_forms import CheckedForms
 from scheduler.sampling_params import MAX_BAD_WORDS, SamplingParams
+from scheduler.structured_params import StructuredOutputsParams
 
 
 class ParamsChecker:
@@ -22,10 +26,11 @@ class ParamsChecker:
         self._vocab_size = vocab_size
         self._tokenizer = tokenizer
         self._eos_token_ids = eos_token_ids
+        self._forms = CheckedForms()
         self._max_logprobs = vocab_size if max_logprobs == -1 else min(max_logprobs, vocab_size)
 
     def check(self, params: SamplingParams, *, limit_logprobs: bool = True) -> None:
-        """Check `params`, and fill in `bad_words_token_ids`.
+        """Check `params`, fill in `bad_words_token_ids`, and bring `structured_outputs` into the form it is sent in.
 
         Args:
             limit_logprobs: max_logprobs holds for this request.
@@ -46,6 +51,12 @@ class ParamsChecker:
             params.bad_words_token_ids = self._tokenize_bad_words(params)
         if params.allowed_token_ids is not None:
             self._check_something_allowed(params, params.allowed_token_ids)
+        if params.structured_outputs is not None:
+            params.structured_outputs = self._check_form(params.structured_outputs)
+
+    def is_quick(self, params: SamplingParams) -> bool:
+        """Whether `check` is a matter of microseconds; else it had better run in a thread."""
+        return params.structured_outputs is None or self._forms.knows(params.structured_outputs)
 
     def _check_ids(self, field: str, token_ids: Iterable[int]) -> None:
         for token_id in token_ids:
@@ -90,3 +101,23 @@ class ParamsChecker:
                 f"allowed_token_ids {allowed!r} leaves no token: all are bad_words, or stop tokens before min_tokens",
                 "allowed_token_ids",
             )
+
+    def _check_form(self, form: StructuredOutputsParams) -> StructuredOutputsParams:
+        """The same form with JSON as text, which any number and key in it survives on its way."""
+        if self._tokenizer is None:
+            raise InvalidRequestError(
+                "structured_outputs need a tokenizer, but skip_tokenizer_init is set", "structured_outputs"
+            )
+        if not self._eos_token_ids:
+            raise InvalidRequestError(
+                "structured_outputs need an end-of-sequence token; the model names none", "structured_outputs"
+            )
+        try:
+            spec = self._forms.check(form)
+        except (ValueError, TypeError) as error:  # StructuredOutputError is a ValueError
+            text = str(error)
+            text = text if text.startswith("structured_outputs") else f"structured_outputs: {text}"
+            raise InvalidRequestError(text, "structured_outputs") from error
+        if spec.kind in ("json", "structural_tag"):
+            return msgspec.structs.replace(form, **{spec.kind: spec.text})
+        return form

@@ -65,7 +65,10 @@ class Executor(ABC):
 
     @abstractmethod
     def sample_tokens(self, grammar_bitmask: bytes | None) -> StepFuture[ModelRunnerOutput]:
-        """Second half of the step dispatched last, when it has structured output."""
+        """Second half of the step dispatched last, when it has structured output: `GrammarBitmask` in msgpack, or None.
+
+        Call it before the next step is dispatched; the forward may still run.
+        """
 
     @abstractmethod
     def collective_rpc(

@@ -103,26 +103,3 @@ def flat_positions(
     lengths = np.fromiter((len(ids) for ids in token_ids), dtype=np.int64, count=len(token_ids))
     logits_rows = torch.from_numpy(np.repeat(indices, lengths)).to(device)
     return logits_rows, torch.from_numpy(np.concatenate(token_ids)).to(device)
-
-
-def apply_grammar_bitmask(logits: torch.Tensor, bitmask: bytes) -> None:
-    """Mask, in place, the tokens a grammar forbids.
-
-    Args:
-        logits: [n, vocab_size].
-        bitmask: int32 words [n, ceil(vocab_size / 32)], little-endian; bit t % 32 of word t // 32 is 1 where token t
-            is allowed. Rows without a grammar have all ones.
-
-    Raises:
-        ValueError: The size does not fit the logits.
-    """
-    num_rows, vocab_size = logits.shape
-    num_words = -(-vocab_size // 32)
-    if len(bitmask) != num_rows * num_words * 4:
-        raise ValueError(
-            f"grammar bitmask has {len(bitmask)} bytes, but {num_rows} sampling rows × {num_words} words of 4 bytes "
-            f"(vocabulary of {vocab_size}) need {num_rows * num_words * 4}"
-        )
-    bits = np.frombuffer(bitmask, dtype=np.uint8).reshape(num_rows, num_words * 4)
-    allowed = np.unpackbits(bits, axis=1, bitorder="little", count=vocab_size)
-    logits.masked_fill_(torch.from_numpy(allowed == 0).to(logits.device), float("-inf"))

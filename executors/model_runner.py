@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import torch
 
 from executors.attention.base import AttentionMetadata
+from executors.bitmask import apply_bitmask
 from executors.input_batch import InputBatch, InvalidStepError, StepInputs, StepRows, Wanted
-from executors.logits_processors import LogitsProcessor, apply_grammar_bitmask
+from executors.logits_processors import LogitsProcessor
 from executors.logprobs import NOT_ASKED, compute_logprobs, spread
 from executors.parallel_state import ParallelState
 from executors.sampler import sample
@@ -23,7 +25,8 @@ from executors.step_compute import StepCompute
 from kv.spec import KVCacheConfig
 from scheduler.config import SchedulerConfig
 from scheduler.logprobs import PromptLogprobs
-from scheduler.output import ModelRunnerOutput, SchedulerOutput
+from scheduler.output import ModelRunnerOutput, SchedulerOutput, pack_int32
+from scheduler.structured_output import GrammarBitmask
 
 
 class NotANumberError(RuntimeError):
@@ -115,13 +118,18 @@ class ModelRunner:
         """The second half of a step with structured output. None on stages that do not sample.
 
         Args:
-            grammar_bitmask: As for `logits_processors.apply_grammar_bitmask`, one row for each row that samples.
+            grammar_bitmask: msgpack GrammarBitmask; None constrains no row.
+
+        Raises:
+            InvalidStepError: No step waits for it, or it names a row that does not sample.
+            ValueError: A mask does not fit the vocabulary.
         """
         if not self._parallel.is_last_stage:
             return None
-        return self._sample(grammar_bitmask)
+        bitmask = None if grammar_bitmask is None else msgspec.msgpack.decode(grammar_bitmask, type=GrammarBitmask)
+        return self._sample(bitmask)
 
-    def _sample(self, grammar_bitmask: bytes | None) -> ModelRunnerOutput:
+    def _sample(self, bitmask: GrammarBitmask | None) -> ModelRunnerOutput:
         pending, self._pending = self._pending, None
         if pending is None:
             raise InvalidStepError("sample_tokens was called, but no step waits for it")
@@ -130,11 +138,13 @@ class ModelRunner:
         batch, logits = self._require_batch(), pending.logits
         rows = pending.rows
         positions = batch.num_tokens[rows]
-        asked, raw_logits = self._logits_for_logprobs(rows, logits, grammar_bitmask is not None)
+        asked, raw_logits = self._logits_for_logprobs(rows, logits, bitmask is not None)
+        is_masked = bitmask is not None or batch.logits.is_used(rows)
         logits = batch.logits.apply(logits, rows)
-        if grammar_bitmask is not None:
-            apply_grammar_bitmask(logits, grammar_bitmask)
+        if bitmask is not None:
+            self._apply_bitmask(logits, rows, bitmask)
         tokens = sample(logits, batch.sampling.columns(rows, positions, self._device))
+        without_choice = _rows_without_choice(logits, tokens) if is_masked else b""
         token_ids = self._append_tokens(pending.step, rows, tokens)
         logprobs = None
         if raw_logits is not None:
@@ -142,7 +152,22 @@ class ModelRunner:
             logprobs = spread(
                 compute_logprobs(raw_logits, asked_tokens, batch.logprobs.num_logprobs[rows[asked]]), asked
             )
-        return ModelRunnerOutput(pending.step, token_ids, logprobs, pending.prompt_logprobs)
+        return ModelRunnerOutput(pending.step, token_ids, logprobs, pending.prompt_logprobs, without_choice)
+
+    def _apply_bitmask(self, logits: torch.Tensor, rows: np.ndarray, bitmask: GrammarBitmask) -> None:
+        index_of = {row: index for index, row in enumerate(rows.tolist())}
+        named = np.frombuffer(bitmask.rows, dtype="<i4").tolist()
+        try:
+            indices = torch.tensor([index_of[row] for row in named], device=self._device)
+        except KeyError as error:
+            raise InvalidStepError(
+                f"the grammar bitmask names row {error}, which does not sample in this step"
+            ) from None
+        words = np.frombuffer(bitmask.mask, dtype=np.int32)
+        if len(words) % len(named):
+            raise ValueError(f"a grammar bitmask of {len(words)} words does not fit {len(named)} rows")
+        mask = torch.from_numpy(words.reshape(len(named), -1).copy())
+        apply_bitmask(logits, mask.to(self._device), indices)
 
     def _logits_for_logprobs(
         self, rows: np.ndarray, logits: torch.Tensor, will_be_masked: bool
@@ -235,3 +260,9 @@ class ModelRunner:
         if self._batch is None:
             raise RuntimeError("the model runner has no KV cache yet: call initialize_from_config first")
         return self._batch
+
+
+def _rows_without_choice(logits: torch.Tensor, tokens: torch.Tensor) -> bytes:
+    """int32 column: the rows whose drawn token is masked, which happens only where all are."""
+    drawn = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    return pack_int32((drawn == float("-inf")).nonzero().squeeze(-1).tolist())

@@ -90,7 +90,8 @@ class SchedulerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
         known_rows, known_tokens: int32 columns: tokens sampled by steps whose results came back since the last message,
             in order, for stages that do not sample (the sampling stage has them already). Only with
             `Scheduler(send_known_tokens=True)`; rows in `new_requests` are left out, whose tokens are complete.
-        has_structured_output: The forward and the sampling are two calls; the second brings the grammar bitmask.
+        has_structured_output: The forward and the sampling are two calls; the second brings the masks of the rows that
+            have a grammar (`GrammarBitmask`).
     """
 
     step: int
@@ -111,12 +112,15 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=
         sampled_token_ids: int32 column, one for each row that sampled, in batch order.
         logprobs: Of these tokens; None when no row asked for any.
         prompt_logprobs: One for each row that asked for them and computed prompt tokens with successors in the prompt.
+        without_choice: int32 column, indices into `sampled_token_ids`: rows that no token was left for once everything
+            the request forbids was masked. Their tokens mean nothing.
     """
 
     step: int
     sampled_token_ids: bytes = b""
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: list[PromptLogprobs] = []
+    without_choice: bytes = b""
 
 
 class FinishReason(enum.IntEnum):
@@ -139,6 +143,8 @@ class FinishedRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
         error: Why, when the reason is ERROR.
         error_type: The class in `engine_actors.errors` the front end raises, e.g. "QueueFullError".
         num_preemptions: Times the request lost its blocks and was recomputed.
+        error_field: The field at fault, where it is the request's own.
+        last_token_is_text: It stopped because its grammar allows no more: the last token is no stop token.
     """
 
     request_id: str
@@ -147,6 +153,8 @@ class FinishedRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     error: str | None = None
     error_type: str | None = None
     num_preemptions: int = 0
+    error_field: str | None = None
+    last_token_is_text: bool = False
 
 
 class RequestEvents(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, frozen=True):

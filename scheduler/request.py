@@ -45,8 +45,9 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
 
 
 class RequestStatus(enum.Enum):
-    """Where a request is: in the waiting queue, in a batch row, or gone."""
+    """Where a request is: without its grammar, in the waiting queue, in a batch row, or gone."""
 
+    WAITING_FOR_GRAMMAR = enum.auto()
     WAITING = enum.auto()
     RUNNING = enum.auto()
     FINISHED = enum.auto()
@@ -71,6 +72,7 @@ class Request:
         stop_token_ids: Tokens that end it, EOS included unless ignored.
         num_preemptions: Times it had to give everything back.
         has_started: It has its first token.
+        has_grammar: A grammar says which tokens may come next, so each step needs to know the token before.
         prompt_logprobs: Those computed so far, kept for the first output.
         is_long: Its prompt counts as long (SchedulerConfig.long_prefill_token_threshold).
         sequence_number: Of its arrival at this scheduler.
@@ -81,6 +83,7 @@ class Request:
         "arrival_time_s",
         "client_index",
         "eos_token_ids",
+        "has_grammar",
         "has_started",
         "is_long",
         "kv",
@@ -140,6 +143,7 @@ class Request:
         self.admitted_step = 0
         self.last_step = 0
         self.has_started = len(self.token_ids) > self.num_prompt_tokens
+        self.has_grammar = params.structured_outputs is not None
         self.prompt_logprobs: list[PromptLogprobs] = []
         self.is_long = False
         self.num_preemptions = 0

@@ -8,15 +8,38 @@ from collections.abc import Iterable
 from scheduler.logprobs import TokenLogprobs
 from scheduler.output import EngineCoreOutputs, FinishedRequest, FinishReason, RequestEvents
 from scheduler.request import Request
+from scheduler.structured_output import GrammarFailure
 
 
 def finished(
-    request: Request, reason: FinishReason, stop_reason: int | None = None, error: str | None = None
+    request: Request,
+    reason: FinishReason,
+    stop_reason: int | None = None,
+    error: str | None = None,
 ) -> FinishedRequest:
     """The end of a request as clients are told."""
     return FinishedRequest(
         request.request_id, reason, stop_reason, error, num_preemptions=request.num_preemptions
     )  # fmt: skip
+
+
+def complete(request: Request) -> FinishedRequest:
+    """The end of a request whose text its grammar completes."""
+    return FinishedRequest(
+        request.request_id, FinishReason.STOP, num_preemptions=request.num_preemptions, last_token_is_text=True
+    )
+
+
+def failed(request: Request, failure: GrammarFailure) -> FinishedRequest:
+    """The end of a request by its grammar."""
+    return FinishedRequest(
+        request.request_id,
+        FinishReason.ERROR,
+        error=f"structured_outputs: {failure.error}",
+        error_type=failure.error_type,
+        num_preemptions=request.num_preemptions,
+        error_field="structured_outputs",
+    )
 
 
 def end_of_request(request: Request, max_model_len: int) -> FinishedRequest | None:

@@ -12,6 +12,8 @@ from typing import Any
 
 import msgspec
 
+from scheduler.structured_params import StructuredOutputsParams
+
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this mean greedy decoding."""
 MIN_TEMPERATURE = 1e-2
@@ -55,6 +57,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
         logprobs: Report the log-probability of each generated token, and of so many most likely ones; -1 is all. By the
             model's own logits, before anything else here changes them. None: nothing is reported.
         prompt_logprobs: Same for the prompt's tokens after the first.
+        structured_outputs: The form the text must take; a dictionary of its fields will do. None: any text.
         detokenize: Turn tokens into text; False leaves `text` empty.
         output_kind: See RequestOutputKind.
         stream_interval: Tokens between two outputs; the first and the last come at once.
@@ -82,6 +85,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     logit_bias: dict[int, float] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputsParams | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
@@ -128,6 +132,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
                 setattr(self, name, 1 if getattr(self, name) else None)
         if self.seed == -1:
             self.seed = None
+        if isinstance(self.structured_outputs, dict):
+            self.structured_outputs = _structured_outputs(self.structured_outputs)
         if self.top_k == -1:
             self.top_k = 0
 
@@ -203,12 +209,23 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
             )
 
     def _check_output(self) -> None:
+        form = self.structured_outputs
+        if form is not None and not isinstance(form, StructuredOutputsParams):
+            raise ValueError(f"structured_outputs must be StructuredOutputsParams or None, got {form!r:.200}")
         if self.stream_interval is not None:
             check_int("stream_interval", self.stream_interval, 1, None)
         if self.extra_args is not None:
             if not isinstance(self.extra_args, dict):
                 raise ValueError(f"extra_args must be a dictionary or None, got {self.extra_args!r}")
             _check_plain("extra_args", self.extra_args)
+
+
+def _structured_outputs(fields: dict[str, Any]) -> StructuredOutputsParams:
+    known = StructuredOutputsParams.__struct_fields__
+    for name in fields:
+        if name not in known:
+            raise ValueError(f"structured_outputs must not hold {name!r:.100}; known are {', '.join(known)}")
+    return StructuredOutputsParams(**fields)
 
 
 def check_int(name: str, value: Any, low: int, high: int | None, allowed: str | None = None) -> None:

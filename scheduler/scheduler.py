@@ -24,6 +24,7 @@ from kv.spec import KVCacheConfig
 from scheduler.admission import AdmissionLimits
 from scheduler.config import SchedulerConfig
 from scheduler.errors import RequestRefusedError
+from scheduler.grammars import GrammarRequests
 from scheduler.output import (
     EngineCoreOutputs,
     FinishedRequest,
@@ -36,9 +37,10 @@ from scheduler.output import (
 from scheduler.probation import Probation
 from scheduler.queues import RANKS, WaitingQueue
 from scheduler.request import EngineCoreRequest, Request, RequestStatus
-from scheduler.results import collect_outputs, end_of_request, finished
+from scheduler.results import collect_outputs, complete, end_of_request, failed, finished
 from scheduler.rows import BatchRows
 from scheduler.step import DispatchedStep, KnownTokens, StepPlan
+from scheduler.structured_output import GrammarBitmask, GrammarManager
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +54,7 @@ class Scheduler:
         max_concurrent_batches: Steps that will be in flight at once. With more than one and without async scheduling
             (pipeline parallelism) running requests are spread over that many batches.
         send_known_tokens: Tell workers the sampled tokens (pipeline stages that do not sample need them).
+        grammars: For requests with structured output; `use_grammars` gives it later.
         clock: Monotonic seconds, for event times.
 
     Raises:
@@ -70,6 +73,7 @@ class Scheduler:
         *,
         max_concurrent_batches: int = 1,
         send_known_tokens: bool = False,
+        grammars: GrammarManager | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if config.async_scheduling and send_known_tokens:
@@ -101,6 +105,9 @@ class Scheduler:
         # The client that is owed stats: a request ended, and no output since has told what that freed.
         self._stats_due: int | None = None
         self._stats = SchedulerStats()
+        self._grammars: GrammarRequests | None = None
+        if grammars is not None:
+            self.use_grammars(grammars)
 
     def _begin(self, kv_cache_config: KVCacheConfig) -> None:
         """The state towards workers that have done no step yet."""
@@ -123,6 +130,10 @@ class Scheduler:
         self._in_flight: deque[DispatchedStep] = deque()
         self._known_tokens = KnownTokens() if self._send_known_tokens else None
 
+    def use_grammars(self, manager: GrammarManager) -> None:
+        """Accept requests with structured output from now on. Until the first of them nobody needs a manager."""
+        self._grammars = GrammarRequests(manager)
+
     # ---- requests come and go
 
     def add_request(self, request: EngineCoreRequest) -> None:
@@ -136,25 +147,30 @@ class Scheduler:
             raise RequestRefusedError(f"request_id {request.request_id!r} is in use by an unfinished request")
         state = Request(request, self._num_requests_ever, self._kv.block_size, self._clock())
         self._limits.check_request(state)
-        self._limits.check_queue(len(self._waiting), len(self._rows.free))
+        self._limits.check_queue(self._num_waiting, len(self._rows.free))
+        if state.has_grammar and self._grammars is None:
+            raise RequestRefusedError(f"request {state.request_id}: structured_outputs are not offered here")
         self._num_requests_ever += 1
         state.max_total_tokens = self._limits.max_total_tokens(state)
         state.rank = self._rank(state)
         state.is_long = 0 < self.config.long_prefill_token_threshold < state.num_prompt_tokens
         self._requests[state.request_id] = state
         self._requests_of_client[state.client_index] = self._requests_of_client.get(state.client_index, 0) + 1
-        self._waiting.add(state)
+        if self._grammars is None or not state.has_grammar or self._grammars.begin(state):
+            self._waiting.add(state)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """End requests now. Ids that are unknown, or have ended already, are ignored."""
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is not None:
-                self._finish(request)
-                self._ended_without_step.setdefault(request.client_index, []).append(
-                    finished(request, FinishReason.ABORT)
-                )
+                self._end_now(request, finished(request, FinishReason.ABORT))
         self._drop_finished_from_running()
+
+    def _end_now(self, request: Request, end: FinishedRequest) -> None:
+        """End a request by no step's result. `_drop_finished_from_running` must follow."""
+        self._finish(request)
+        self._ended_without_step.setdefault(request.client_index, []).append(end)
 
     def abort_all(self) -> None:
         """End every request now."""
@@ -182,6 +198,17 @@ class Scheduler:
         """Waiting and running ones."""
         return len(self._requests)
 
+    @property
+    def waits_for_grammars_only(self) -> bool:
+        """There are requests, and nothing can happen before a grammar is compiled (or a new request comes)."""
+        return (
+            self._grammars is not None and not self._in_flight and 0 < self._grammars.num_waiting == len(self._requests)
+        )
+
+    @property
+    def _num_waiting(self) -> int:
+        return len(self._waiting) + (0 if self._grammars is None else self._grammars.num_waiting)
+
     def reset_prefix_cache(self) -> bool:
         """Forget cached KV. False, and nothing done, while any request holds blocks."""
         return self._kv.reset_prefix_cache()
@@ -190,7 +217,7 @@ class Scheduler:
         """Gauges now, and counters since the last call."""
         stats, self._stats = self._stats, SchedulerStats()
         stats.num_running = len(self._running)
-        stats.num_waiting = len(self._waiting)
+        stats.num_waiting = self._num_waiting
         stats.kv_cache_usage = self._kv.usage
         return stats
 
@@ -210,10 +237,11 @@ class Scheduler:
         culprit = self._probation.crash(computed)
         self._begin(kv_cache_config)
         for request in self._requests.values():
-            request.restart()
             request.max_total_tokens = self._limits.max_total_tokens(request)
-            request.rank = self._rank(request)
-            self._waiting.add(request)
+            if request.status is not RequestStatus.WAITING_FOR_GRAMMAR:
+                request.restart()
+                request.rank = self._rank(request)
+                self._waiting.add(request)
         if culprit is not None:
             self._fail(self._requests[culprit], f"the workers crash whenever they compute this request: {cause}")
         for request in list(self._requests.values()):
@@ -223,14 +251,14 @@ class Scheduler:
                 )
 
     def _fail(self, request: Request, error: str) -> None:
-        self._finish(request)
-        end = finished(request, FinishReason.ERROR, error=error)
-        self._ended_without_step.setdefault(request.client_index, []).append(end)
+        self._end_now(request, finished(request, FinishReason.ERROR, error=error))
 
     # ---- one step
 
     def schedule(self) -> SchedulerOutput | None:
         """Decide and dispatch the next step. None: nothing can run now (perhaps after the next update)."""
+        if self._grammars is not None:
+            self._settle_grammars(self._grammars)
         plan = StepPlan(self._step + 1, self.config.max_num_batched_tokens)
         decodes, prefills = self._sort_running()
         self._schedule_decodes(plan, decodes)
@@ -354,8 +382,7 @@ class Scheduler:
             request.last_step = step
         if self._async:
             for request in plan.decodes:
-                if request.num_schedulable_tokens < request.max_total_tokens - 1:
-                    request.num_schedulable_tokens += 1
+                self._expect_token(request)
         for request, _ in plan.grown:
             if request.status is RequestStatus.RUNNING:
                 self._kv.register(request.kv, request.num_computed_tokens)
@@ -366,15 +393,58 @@ class Scheduler:
         self._kv.register(request.kv, request.num_computed_tokens)
         if request.num_computed_tokens == request.num_schedulable_tokens:
             plan.sampling_chunks.append(request)
-            if self._async and request.num_schedulable_tokens < request.max_total_tokens - 1:
-                request.num_schedulable_tokens += 1
+            if self._async:
+                self._expect_token(request)
+
+    @staticmethod
+    def _expect_token(request: Request) -> None:
+        """Let the next step go out before the token of this one is known; but a grammar's mask depends on the token."""
+        if not request.has_grammar and request.num_schedulable_tokens < request.max_total_tokens - 1:
+            request.num_schedulable_tokens += 1
 
     def _dispatch(self, plan: StepPlan) -> SchedulerOutput:
         self._step = plan.step
         sampling = plan.decodes + plan.sampling_chunks if plan.sampling_chunks else plan.decodes
-        self._in_flight.append(DispatchedStep(plan.step, sampling, plan.prompt_logprobs_of()))
+        with_grammar = [] if self._grammars is None else [request for request in sampling if request.has_grammar]
+        self._in_flight.append(DispatchedStep(plan.step, sampling, plan.prompt_logprobs_of(), with_grammar))
         self._stats.num_scheduled_tokens += self.config.max_num_batched_tokens - plan.budget
-        return plan.to_message(self._kv.num_groups, self._known_tokens)
+        message = plan.to_message(self._kv.num_groups, self._known_tokens)
+        message.has_structured_output = bool(with_grammar)
+        return message
+
+    # ---- grammars
+
+    def fill_bitmask(self) -> GrammarBitmask | None:
+        """The masks of the step dispatched last, if it has structured output: while the workers run the forward.
+
+        None: no row needs one after all, since those requests have failed.
+        """
+        if self._grammars is None or not self._in_flight:
+            return None
+        return self._grammars.fill_bitmask(self._in_flight[-1].with_grammar)
+
+    def _settle_grammars(self, grammars: GrammarRequests) -> None:
+        """Queue requests whose grammar has come, and end those whose grammar or matcher failed."""
+        ready, failures = grammars.settle()
+        for request in ready:
+            self._waiting.add(request)
+        for request, failure in failures:
+            self._end_now(request, failed(request, failure))
+        if failures:
+            self._drop_finished_from_running()
+
+    def _follow_grammars(
+        self, grammars: GrammarRequests, step: DispatchedStep, ended: list[tuple[Request, FinishedRequest]]
+    ) -> list[tuple[Request, FinishedRequest]]:
+        """Tell the grammars the tokens of `step`. Returns `ended` and the requests whose text is complete.
+
+        As with stop tokens, a complete text goes before a length that is reached with it.
+        """
+        stopped = {request for request, end in ended if end.reason is FinishReason.STOP}
+        unfinished = (request for request in step.with_grammar if request.status is not RequestStatus.FINISHED)
+        done = grammars.complete([request for request in unfinished if request not in stopped])
+        ended = [entry for entry in ended if entry[0] not in done]
+        return ended + [(request, complete(request)) for request in done]
 
     # ---- limits
 
@@ -442,6 +512,8 @@ class Scheduler:
         Raises:
             RuntimeError: The result is of another step, or has another number of tokens: the workers are out of step.
         """
+        if self._grammars is not None:
+            self._settle_grammars(self._grammars)  # The tokens of those that failed count no more.
         step = self._take_in_flight(scheduled, output)
         requests, tokens = step.sampling, unpack_int32(output.sampled_token_ids)
         if len(tokens) != len(requests):
@@ -452,6 +524,8 @@ class Scheduler:
         for piece in output.prompt_logprobs:
             step.prompt_logprobs_of[piece.row].prompt_logprobs.append(piece)
         logprobs = output.logprobs
+        if output.without_choice:
+            self._fail_without_choice(step, unpack_int32(output.without_choice))
         if step.has_late:
             live = [request.status is not RequestStatus.FINISHED for request in requests]
             requests, tokens = list(compress(requests, live)), array("i", compress(tokens, live))
@@ -459,6 +533,8 @@ class Scheduler:
                 logprobs = logprobs.select(index for index, is_live in enumerate(live) if is_live)
         clients = list(self._requests_of_client)
         ended = self._append_tokens(requests, tokens)
+        if self._grammars is not None and step.with_grammar:
+            ended = self._follow_grammars(self._grammars, step, ended)
         started: list[Request] = []
         if self._not_started:
             started = [request for request in requests if request in self._not_started]
@@ -469,6 +545,8 @@ class Scheduler:
             self._finish(request)
         if ended:
             self._drop_finished_from_running()
+        if self._grammars is not None and step.with_grammar:
+            self._settle_grammars(self._grammars)
         if self._probation:
             self._acquit(requests)
         outputs = collect_outputs(
@@ -489,6 +567,19 @@ class Scheduler:
         if trial is not None:
             for request in [other for other in self._running if other.request_id != trial]:
                 self._put_back(request)
+
+    def _fail_without_choice(self, step: DispatchedStep, indices: Iterable[int]) -> None:
+        """End the requests of a step that no token was left for."""
+        for index in indices:
+            request = step.sampling[index]
+            if request.status is not RequestStatus.FINISHED:
+                error = (
+                    f"no token is left to sample after {request.num_output_tokens} generated ones: allowed_token_ids, "
+                    f"bad_words, min_tokens, structured_outputs and logits processors together forbid all"
+                )
+                self._fail(request, error)
+        self._drop_finished_from_running()
+        step.has_late = True
 
     def _take_in_flight(self, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> DispatchedStep:
         expected = self._in_flight[0].step if self._in_flight else None
@@ -512,6 +603,9 @@ class Scheduler:
         if not self._async:
             for request in requests:
                 request.num_schedulable_tokens += 1
+        elif self._grammars is not None:
+            for request in requests:
+                request.num_schedulable_tokens += request.has_grammar  # The others' tokens were expected already.
         if self._known_tokens is not None:
             self._known_tokens.learn(requests, tokens)
         return ended
@@ -529,8 +623,10 @@ class Scheduler:
         self._probation.clear(request.request_id)
         if request.status is RequestStatus.RUNNING:
             self._rows.retire(request)
-        else:
+        elif request.status is RequestStatus.WAITING:
             self._waiting.remove(request)
+        if self._grammars is not None:
+            self._grammars.release(request)
         request.status = RequestStatus.FINISHED
         if request.last_step > self._rows.completed_step:
             for step in self._in_flight:

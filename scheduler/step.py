@@ -78,9 +78,11 @@ class StepPlan:
     @staticmethod
     def _params(request: Request) -> SamplingParams:
         params = request.sampling_params
+        if request.has_grammar:
+            params = params.clone(structured_outputs=None)  # Workers get masks; a schema may be long.
         if params.prompt_logprobs is not None and not request.needs_prompt_logprobs:
             # It resumes after its first token: they are delivered.
-            return params.clone(prompt_logprobs=None)
+            params = params.clone(prompt_logprobs=None)
         return params
 
     def prompt_logprobs_of(self) -> dict[int, Request]:
@@ -110,11 +112,13 @@ class DispatchedStep:
         sampling: Requests that sample in it, in batch order.
         has_late: Some of them ended meanwhile; their results are dropped.
         prompt_logprobs_of: By row, requests whose prompt log-probabilities it may bring.
+        with_grammar: Those of `sampling` that have a grammar.
     """
 
     step: int
     sampling: list[Request]
     prompt_logprobs_of: dict[int, Request]
+    with_grammar: list[Request]
     has_late: bool = False
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -83,7 +84,7 @@ class StructuredOutputManager(GrammarManager):
         backend: StructuredOutputBackend,
         *,
         max_num_rows: int = 256,
-        on_change: Callable[[], None] | None = None,
+        on_change: Callable[[], Any] | None = None,
         cache_bytes: int = 256 * 1024**2,
         cache_entries: int = 1024,
         timeout_memory_s: float = 60.0,

@@ -40,12 +40,18 @@ def grammar_source(spec: GrammarSpec) -> GrammarSource:
 
 
 def check(params: StructuredOutputsParams) -> None:
-    """Refuse what is known to be impossible without compiling it. Milliseconds for realistic requests.
+    """Refuse what is known to be impossible without compiling it. Milliseconds for most requests; some formats, bounds
+    and expressions take tenths of a second.
 
     Raises:
         StructuredOutputError: The text names the keyword or position, and why.
     """
-    grammar_source(params.spec())
+    check_spec(params.spec())
+
+
+def check_spec(spec: GrammarSpec) -> None:
+    """Same, of what `StructuredOutputsParams.spec` gave."""
+    grammar_source(spec)
 
 
 def _source(spec: GrammarSpec) -> GrammarSource:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
@@ -21,6 +23,7 @@ from scheduler.output import (
     unpack_int32,
 )
 from scheduler.sampling_params import SamplingParams
+from scheduler.structured_output import GrammarBitmask
 
 GREEDY = SamplingParams(temperature=0)
 
@@ -175,3 +178,12 @@ class StepDriver:
         while running := [r for r in requests if len(r.token_ids) - r.num_prompt_tokens < num_tokens]:
             self.run_step(running, chunk)
         return [r.token_ids[r.num_prompt_tokens :] for r in requests]
+
+
+def only_tokens(allowed: dict[int, list[int]], num_words: int) -> bytes:
+    """The message of `sample_tokens` that allows these tokens by row."""
+    mask = np.zeros((len(allowed), num_words), dtype=np.uint32)
+    for words, tokens in zip(mask, allowed.values(), strict=True):
+        for token in tokens:
+            words[token // 32] |= np.uint32(1 << token % 32)
+    return msgspec.msgpack.encode(GrammarBitmask(pack_int32(allowed), mask.tobytes()))

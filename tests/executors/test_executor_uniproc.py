@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from executors.base import ExecutorFailedError
@@ -18,7 +17,7 @@ from kv.config import CacheConfig
 from scheduler.config import SchedulerConfig
 from scheduler.output import SchedulerOutput, pack_int32, unpack_int32
 from scheduler.sampling_params import SamplingParams
-from tests.executors.step_driver import StepDriver, save_tiny_gemma, transformers_greedy
+from tests.executors.step_driver import StepDriver, only_tokens, save_tiny_gemma, transformers_greedy
 
 CACHE = CacheConfig(block_size=8, num_gpu_blocks_override=200)
 SCHEDULER = SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=512, max_model_len=256)
@@ -85,9 +84,7 @@ def test_with_structured_output_the_second_call_samples_within_the_bitmask(execu
     driver = StepDriver(executor, CACHE, SCHEDULER)
     request = driver.add(PROMPTS[2])
     assert executor.execute_model(driver.schedule([request], 1000, structured=True)).result(60) is None
-    bitmask = np.zeros((1, 9), dtype="<u4")
-    bitmask[0, 77 // 32] = 1 << 77 % 32
-    output = executor.sample_tokens(bitmask.tobytes()).result(60)
+    output = executor.sample_tokens(only_tokens({request.row: [77]}, 9)).result(60)
     assert output.step == 1
     assert list(unpack_int32(output.sampled_token_ids)) == [77]
     driver.finish([request], 1000, output)

@@ -29,7 +29,7 @@ from kv.config import CacheConfig
 from scheduler.config import SchedulerConfig
 from scheduler.output import unpack_int32
 from scheduler.sampling_params import SamplingParams
-from tests.executors.step_driver import StepDriver, transformers_greedy
+from tests.executors.step_driver import StepDriver, only_tokens, transformers_greedy
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
@@ -153,8 +153,7 @@ async def test_steps_calls_and_errors_of_a_healthy_executor(
 
         structured = driver.add(PROMPTS[2])
         assert await executor.execute_model(driver.schedule([structured], 1000, structured=True)) is None
-        bitmask = b"\x00" * 8 + b"\x02" + b"\x00" * 27
-        output = await executor.sample_tokens(bitmask)
+        output = await executor.sample_tokens(only_tokens({structured.row: [65]}, 9))
         assert list(unpack_int32(output.sampled_token_ids)) == [65]
     finally:
         executor.shutdown()

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from executors.logits_processors import apply_grammar_bitmask
 from executors.random import gumbel_noise, row_keys
 from executors.sampler import MAX_SORTED_VOCABULARY, PREFIX_LENGTHS, _nucleus, sample
 from executors.sampling_state import SamplingState
@@ -190,19 +187,3 @@ def test_logits_are_not_changed() -> None:
 def test_a_random_request_without_a_seed_is_refused() -> None:
     with pytest.raises(ValueError, match="request r0: seed must be set"):
         draw(torch.zeros(1, 4), [SamplingParams()])
-
-
-def test_grammar_bitmask_masks_exactly_its_zero_bits() -> None:
-    allowed = [[0, 5, 31, 32, 39], [38]]
-    words = np.zeros((2, 2), dtype="<u4")
-    for row, tokens in enumerate(allowed):
-        for token in tokens:
-            words[row, token // 32] |= np.uint32(1 << token % 32)
-    logits = torch.zeros(2, 40)
-    apply_grammar_bitmask(logits, words.tobytes())
-    expected = torch.full((2, 40), float("-inf"))
-    for row, token in itertools.chain.from_iterable([(r, t) for t in ts] for r, ts in enumerate(allowed)):
-        expected[row, token] = 0.0
-    assert torch.equal(logits, expected)
-    with pytest.raises(ValueError, match=r"8 bytes.*need 16"):
-        apply_grammar_bitmask(logits, words[:1].tobytes())

@@ -11,12 +11,7 @@ import openai
 import pytest
 
 from engine_actors.serve import ServerSettings
-from engine_actors.serve import params as serve_params
-from scheduler.sampling_params import SamplingParams
-from scheduler.structured_params import StructuredOutputsParams
 from tests.engine_actors.serve.server import RunningServer, running
-
-LATER_FIELDS = {"structured_outputs": (StructuredOutputsParams | None, None)}
 
 
 @pytest.fixture(scope="session")
@@ -27,21 +22,9 @@ def tokenizer(smollm2_dir: Path) -> Any:
 
 
 @pytest.fixture(scope="session")
-def full_params() -> type[SamplingParams]:
-    """SamplingParams with every field the API maps, whether the engine has it yet or not."""
-    import msgspec
-
-    missing = {name: each for name, each in LATER_FIELDS.items() if name not in SamplingParams.__struct_fields__}
-    fields = [(name, kind, default) for name, (kind, default) in missing.items()]
-    return msgspec.defstruct("FullParams", fields, bases=(SamplingParams,), kw_only=True, omit_defaults=True)
-
-
-@pytest.fixture(scope="session")
-def session_server(tokenizer: Any, full_params: type[SamplingParams]) -> Iterator[RunningServer]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(serve_params, "SamplingParams", full_params)
-        with running(tokenizer, ServerSettings(first_output_wait_s=0.3)) as server:
-            yield server
+def session_server(tokenizer: Any) -> Iterator[RunningServer]:
+    with running(tokenizer, ServerSettings(first_output_wait_s=0.3)) as server:
+        yield server
 
 
 @pytest.fixture

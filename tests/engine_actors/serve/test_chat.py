@@ -133,7 +133,7 @@ def test_parse_sends_the_schema_and_reads_the_answer(client: openai.OpenAI, serv
     server.llm.reply = '{"kind": "cat", "age": 3}'
     answer = client.chat.completions.parse(model=MODEL, messages=MESSAGES, response_format=Animal)
     assert answer.choices[0].message.parsed == Animal(kind="cat", age=3)
-    schema = server.llm.calls[0].params.structured_outputs.json  # type: ignore[attr-defined]
+    schema = server.llm.calls[0].params.structured_outputs.json
     assert set(schema["properties"]) == {"kind", "age"}
     assert schema["additionalProperties"] is False
 
@@ -141,7 +141,7 @@ def test_parse_sends_the_schema_and_reads_the_answer(client: openai.OpenAI, serv
 def test_json_object_and_text_formats(http: httpx.Client, server: RunningServer) -> None:
     http.post(CHAT, json={"messages": MESSAGES, "response_format": {"type": "json_object"}})
     http.post(CHAT, json={"messages": MESSAGES, "response_format": {"type": "text"}})
-    asked = [call.params.structured_outputs for call in server.llm.calls]  # type: ignore[attr-defined]
+    asked = [call.params.structured_outputs for call in server.llm.calls]
     assert asked[0].json_object is True
     assert asked[1] is None
 

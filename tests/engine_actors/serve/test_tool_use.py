@@ -90,7 +90,7 @@ def test_named_choice_constrains_to_the_functions_arguments(client: openai.OpenA
     server.llm.reply = '{"city": "Oslo"}'
     choice = {"type": "function", "function": {"name": "weather"}}
     assert ask(client, tool_choice=choice) == (None, [("weather", '{"city": "Oslo"}')], "stop")
-    assert server.llm.calls[0].params.structured_outputs.json == PARAMETERS  # type: ignore[attr-defined]
+    assert server.llm.calls[0].params.structured_outputs.json == PARAMETERS
 
 
 def test_required_choice_constrains_to_a_list_of_calls(client: openai.OpenAI, server: RunningServer) -> None:
@@ -99,7 +99,7 @@ def test_required_choice_constrains_to_a_list_of_calls(client: openai.OpenAI, se
     assert content is None
     assert calls == [("weather", '{"city": "Oslo"}'), ("time", "{}")]
     assert reason == "tool_calls"
-    schema = server.llm.calls[0].params.structured_outputs.json  # type: ignore[attr-defined]
+    schema = server.llm.calls[0].params.structured_outputs.json
     assert (schema["type"], schema["minItems"]) == ("array", 1)
     names = [each["properties"]["name"]["const"] for each in schema["items"]["anyOf"]]
     assert names == ["weather", "time"]
@@ -108,14 +108,14 @@ def test_required_choice_constrains_to_a_list_of_calls(client: openai.OpenAI, se
 def test_required_without_parallel_calls_allows_one(http: httpx.Client, server: RunningServer) -> None:
     body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
     assert http.post("/v1/chat/completions", json=body).status_code == 200
-    assert server.llm.calls[0].params.structured_outputs.json["maxItems"] == 1  # type: ignore[attr-defined]
+    assert server.llm.calls[0].params.structured_outputs.json["maxItems"] == 1
 
 
 def test_definitions_of_a_function_stay_reachable_in_the_list(http: httpx.Client, server: RunningServer) -> None:
     parameters = {"$defs": {"A": {"type": "integer"}}, "type": "object", "properties": {"a": {"$ref": "#/$defs/A"}}}
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
     http.post("/v1/chat/completions", json={"messages": MESSAGES, "tools": tools, "tool_choice": "required"})
-    schema = server.llm.calls[0].params.structured_outputs.json  # type: ignore[attr-defined]
+    schema = server.llm.calls[0].params.structured_outputs.json
     assert schema["$defs"] == {"A": {"type": "integer"}}
     assert "$defs" not in schema["items"]["properties"]["parameters"]
 
