@@ -1,6 +1,7 @@
 """One rank's place in the tensor × pipeline grid, and the collectives over it. Made by Worker, used by the layers.
 
-Global rank = pp_rank × tp_size + tp_rank. With one rank nothing of torch.distributed is touched.
+Global rank = pp_rank × tp_size + tp_rank. With one rank nothing of torch.distributed is touched. TP ranks on CPUs of
+one machine exchange through shared memory (`executors.shared_memory`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from executors.shared_memory import REDUCIBLE, SharedMemoryGroup, join_group
 
 BACKENDS = ("gloo", "nccl")
 
@@ -36,6 +39,7 @@ class ParallelState:
         self.tp_rank = rank % tp_size
         self.pp_rank = rank // tp_size
         self._tp_group: Any = None
+        self._shared_memory: SharedMemoryGroup | None = None
         self._owns_process_group = False
         # Tensors under way to the next stage, kept alive until their send has completed.
         self._sends: deque[tuple[Any, torch.Tensor]] = deque()
@@ -82,7 +86,16 @@ class ParallelState:
                 group = dist.new_group(members, timeout=timedelta(seconds=timeout_s), backend=backend)
                 if stage == state.pp_rank:
                     state._tp_group = group
+            if backend == "gloo":
+                state._shared_memory = join_group(state._tp_group, state.tp_rank, tp_size, timeout_s)
         return state
+
+    @property
+    def transport(self) -> str:
+        """What carries the collectives of the TP ranks: "shared memory", a backend of torch.distributed, or "none"."""
+        if self._shared_memory is not None:
+            return "shared memory"
+        return "none" if self._tp_group is None else str(dist.get_backend(self._tp_group))
 
     @property
     def is_first_stage(self) -> bool:
@@ -94,14 +107,19 @@ class ParallelState:
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the TP ranks, in place."""
-        if self.tp_size > 1:
-            dist.all_reduce(tensor, group=self._require_tp_group())
+        if self.tp_size == 1:
+            return tensor
+        if self._shared_memory is not None and tensor.dtype in REDUCIBLE:
+            return self._shared_memory.all_reduce(tensor)
+        dist.all_reduce(tensor, group=self._require_tp_group())
         return tensor
 
     def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """Concatenate the TP ranks' equally shaped tensors along `dim`, in rank order."""
         if self.tp_size == 1:
             return tensor
+        if self._shared_memory is not None:
+            return torch.cat(self._shared_memory.all_gather(tensor).unbind(), dim=dim)
         tensor = tensor.contiguous()
         parts = [torch.empty_like(tensor) for _ in range(self.tp_size)]
         dist.all_gather(parts, tensor, group=self._require_tp_group())
@@ -146,6 +164,7 @@ class ParallelState:
         """Leave the grid. Idempotent; sends under way are dropped."""
         self._sends.clear()
         self._tp_group = None
+        self._shared_memory = None
         if self._owns_process_group:
             self._owns_process_group = False
             dist.destroy_process_group()

@@ -42,7 +42,7 @@ _SHARED_PAYLOAD_BYTES = 64 * 1024
 """Larger step payloads are put into the object store once instead of being sent to each worker."""
 
 # How torch.distributed reports a peer that went away or never came.
-_PEER_LOSS_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError")
+_PEER_LOSS_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError", "SharedMemoryPeerLostError")
 _PEER_LOSS_TEXTS = ("gloo", "Connection closed by peer", "Connection reset by peer", "NCCL")
 
 

@@ -217,6 +217,7 @@ class Worker:
             "dtype": str(self.model_config.dtype).removeprefix("torch."),
             "compute": self.compute_name,
             "num_threads": self._num_threads,
+            "collectives": self.parallel.transport,
             "pid": os.getpid(),
             "host": platform.node(),
         }

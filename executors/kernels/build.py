@@ -30,6 +30,7 @@ FILE_FLAGS = {
                        "-mavx512vnni", "-mf16c",
                        "-mprefer-vector-width=512"),
     "isa_avx2.cpp": ("-mavx2", "-mfma", "-mf16c"),
+    "collective.cpp": ("-fno-trapping-math",),
     "quantize.cpp": ("-fno-trapping-math",),  # lets comparisons be vectors
 }  # fmt: skip
 

@@ -10,6 +10,7 @@ import torch
 import torch.multiprocessing
 import transformers
 
+from executors import shared_memory
 from executors.layers.partition import (
     HeadShard,
     Shard,
@@ -72,16 +73,28 @@ def test_all_ranks_of_a_stage_have_equal_specs(tmp_path: Path) -> None:
 
 
 def _distributed_worker(rank: int, directory: str) -> None:
-    """One of two processes: the same models as TP=2, then as PP=2, over gloo."""
+    """One of two processes: the same models as TP=2 through shared memory, then as PP=2 over gloo."""
     root = Path(directory)
     expected = torch.load(root / "expected.pt")
+    shared_memory.SHARED_DIR = root / "shared"
     tensor_parallel = ParallelState.initialize(rank=rank, tp_size=2, init_method=f"file://{root}/tp", timeout_s=240)
+    assert tensor_parallel.transport == "shared memory"
+    assert not list(shared_memory.SHARED_DIR.iterdir())
     value = torch.full((3,), float(rank))
     assert tensor_parallel.broadcast(value.clone(), src_tp_rank=1).tolist() == [1.0] * 3
     for name, logits in expected.items():
         torch.testing.assert_close(paged_logits(root / name, tensor_parallel), logits, atol=1e-4, rtol=0)
     tensor_parallel.destroy()
     tensor_parallel.destroy()
+
+    if rank == 1:  # as on another machine
+        shared_memory._map = lambda *_: None
+    apart = ParallelState.initialize(rank=rank, tp_size=2, init_method=f"file://{root}/apart", timeout_s=240)
+    assert apart.transport == "gloo"
+    assert not list(shared_memory.SHARED_DIR.iterdir())
+    assert apart.all_reduce(torch.full((3,), rank + 1.0)).tolist() == [3.0] * 3
+    assert apart.all_gather(torch.full((2,), rank)).tolist() == [0, 0, 1, 1]
+    apart.destroy()
 
     pipeline = ParallelState.initialize(rank=rank, pp_size=2, init_method=f"file://{root}/pp", timeout_s=240)
     for name, logits in expected.items():
@@ -113,6 +126,7 @@ def test_two_gloo_processes_match_transformers_as_tp2_and_as_pp2(
         name: reference_logits(save_random_model(config, tmp_path / name), TOKENS) for name, config in configs.items()
     }
     torch.save(expected, tmp_path / "expected.pt")
+    (tmp_path / "shared").mkdir()
     torch.multiprocessing.spawn(_distributed_worker, args=(str(tmp_path),), nprocs=2)
 
 

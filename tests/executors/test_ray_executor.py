@@ -97,6 +97,8 @@ def test_every_layout_gives_the_same_greedy_and_sampled_tokens(
         assert driver.generate(PROMPTS, 8, SAMPLED, chunk=6) == expected["sampled"]
         ranks = [(d["rank"], d["pp_rank"], d["tp_rank"]) for d in executor.collective_rpc("describe")]
         assert ranks == [(rank, rank // tp, rank % tp) for rank in range(tp * pp)]
+        transports = {d["collectives"] for d in executor.collective_rpc("describe")}
+        assert transports == ({"shared memory"} if tp > 1 else {"none"})
         executor.check_health()
     finally:
         executor.shutdown()

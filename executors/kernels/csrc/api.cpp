@@ -1,6 +1,7 @@
 // The functions Python calls. Handles are opaque pointers; a program is run by one caller at a time.
 #include <atomic>
 
+#include "collective.h"
 #include "pack.h"
 #include "program.h"
 #include "quantize.h"
@@ -45,6 +46,18 @@ EA_EXPORT void ea_quantize(const bf16* weight, int64_t ldw, int64_t n, int64_t k
 EA_EXPORT void ea_dequantize(const char* packed, const float* scale, int64_t n, int64_t k, int interleave_halves, int format,
                              float* weight, int64_t ldw) {
   dequantize_weight(packed, scale, n, k, interleave_halves != 0, format, weight, ldw);
+}
+
+EA_EXPORT int64_t ea_group_segment_bytes(int size, int64_t slot_bytes) { return SharedGroup::segment_bytes(size, slot_bytes); }
+EA_EXPORT void* ea_group_create(void* segment, int rank, int size, int64_t slot_bytes, int64_t timeout_ns) {
+  return new SharedGroup((char*)segment, rank, size, slot_bytes, timeout_ns);
+}
+EA_EXPORT void ea_group_destroy(void* group) { delete (SharedGroup*)group; }
+EA_EXPORT int ea_group_all_reduce(void* group, void* data, int64_t count, int is_bf16) {
+  return is_bf16 ? ((SharedGroup*)group)->all_reduce((bf16*)data, count) : ((SharedGroup*)group)->all_reduce((float*)data, count);
+}
+EA_EXPORT int ea_group_all_gather(void* group, const void* data, int64_t bytes, void* out) {
+  return ((SharedGroup*)group)->all_gather((const char*)data, bytes, (char*)out);
 }
 
 // Probes run on every thread of the pool at once; the result is what all of them did: bytes, or operations.
