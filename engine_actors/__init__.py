@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from engine_actors.engine import Engine
     from engine_actors.errors import (
         EngineDeadError,
+        EnginePausedError,
         EngineStartupError,
         ExecutorFailedError,
         InvalidRequestError,
@@ -35,6 +36,7 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "EngineDeadError",
+    "EnginePausedError",
     "EngineStartupError",
     "ExecutorFailedError",
     "InvalidRequestError",

@@ -17,6 +17,7 @@ from engine_actors.output_processor import OutputProcessor
 from engine_actors.outputs import RequestOutput
 from engine_actors.ray_places import place_of_worker
 from engine_actors.replay import RecoveryStats
+from engine_actors.utilities import AsyncUtilities
 from scheduler.output import SchedulerStats
 from scheduler.sampling_params import RequestOutputKind, SamplingParams
 
@@ -77,7 +78,7 @@ class RequestStream:
         self._changed.set()
 
 
-class AsyncLLM:
+class AsyncLLM(AsyncUtilities):
     """An engine for asyncio programs. Construct it anywhere, use it from one event loop at a time.
 
         engine = AsyncLLM("path/to/model")
@@ -266,24 +267,21 @@ class AsyncLLM:
         core = {"EngineCore": await self.client.link.actor.where.remote()}
         return core | {f"Worker {rank}": place for rank, place in enumerate(workers)}
 
-    async def reset_prefix_cache(self) -> bool:
-        """Forget cached prefixes; False while requests hold blocks."""
-        return bool(await self.call_utility("reset_prefix_cache"))
-
-    async def collective_rpc(
-        self,
-        method: Any,
-        timeout: float | None = None,  # noqa: ASYNC109  vLLM's name; the workers keep to it
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> list[Any]:
-        """Call a worker method by name, or a function that takes the worker first, on every worker; results by rank."""
-        return list(await self.call_utility("collective_rpc", method, timeout, args, kwargs))
-
     async def call_utility(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call a utility of EngineCore by name; raises what it raises."""
         self._start_output_task()
-        return await self.client.call_utility_async(name, *args, **kwargs)
+        result = await self.client.call_utility_async(name, *args, **kwargs)
+        if name == "update_config":
+            self.config = self.config.with_runtime_options(result)
+        return result
+
+    async def pause_generation(self, mode: str = "abort", *, clear_cache: bool = True) -> None:
+        """vLLM's name of `pause`."""
+        await self.pause(mode, clear_cache=clear_cache)
+
+    async def resume_generation(self) -> None:
+        """vLLM's name of `resume`."""
+        await self.resume()
 
     def shutdown(self, timeout_s: float | None = None) -> None:
         """Stop the engine and give everything back. Idempotent. Blocks; on an event loop prefer `shutdown_async`.

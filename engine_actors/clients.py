@@ -8,14 +8,16 @@ from __future__ import annotations
 import signal
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from engine_actors.config import EngineConfig
-from engine_actors.core import CoreInfo, EngineCore
-from engine_actors.errors import EngineDeadError, EngineStartupError
+from engine_actors.core import CoreInfo, EngineCore, OutputsByClient
+from engine_actors.core_utilities import Until, UtilityFlow
+from engine_actors.errors import EngineDeadError, EnginePausedError, EngineStartupError
+from executors.base import ExecutorFailedError
 from scheduler.output import EngineCoreOutputs
 from scheduler.request import EngineCoreRequest
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 GRAMMAR_WAIT_S = 1.0
 """Longest sleep at once while only grammars are awaited. They wake it."""
+PAUSED = "the engine is paused or asleep: its requests go on after resume() or wake_up()"
 
 
 class EngineCoreClient(ABC):
@@ -94,7 +97,11 @@ class SyncCoreClient(EngineCoreClient):
 
     @abstractmethod
     def get_output(self) -> list[EngineCoreOutputs]:
-        """This client's share of what the engine did next. Call it only while requests are unfinished."""
+        """This client's share of what the engine did next. Call it only while requests are unfinished.
+
+        Raises:
+            EnginePausedError: Nothing more comes before the engine is resumed, or woken up.
+        """
 
     @abstractmethod
     def call_utility(self, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -110,6 +117,7 @@ class InprocClient(SyncCoreClient):
 
     def __init__(self, config: EngineConfig) -> None:
         self._dead_error: EngineDeadError | None = None
+        self._unread: list[EngineCoreOutputs] = []
         try:
             self._core = EngineCore(config)
         except Exception as error:
@@ -136,23 +144,61 @@ class InprocClient(SyncCoreClient):
 
     def get_output(self) -> list[EngineCoreOutputs]:
         self._check_alive()
-        while True:
-            try:
-                with _interrupt_deferred():
-                    outputs = self._core.step_fn().get(self.client_index)
-            except Exception as error:
-                raise self._die(error) from error
-            if outputs is not None:
-                return [outputs]
-            if not self._core.has_requests():
-                return []
+        while not self._unread:
+            self._step(self._core.step_fn)
+            if self._unread or not self._core.has_requests():
+                break
             if not self._core.has_steps_in_flight:
+                if not self._core.has_runnable_requests:
+                    raise EnginePausedError(PAUSED)
                 self._core.wait_for_work(GRAMMAR_WAIT_S)
+        outputs, self._unread = self._unread, []
+        return outputs
 
     def call_utility(self, name: str, *args: Any, **kwargs: Any) -> Any:
         self._check_alive()
-        function, _ = self._core.utility(name)
-        return function(*args, **kwargs)
+        function, waits = self._core.utilities.find(name)
+        if not waits:
+            return function(*args, **kwargs)
+        try:
+            return self._drive(function(*args, **kwargs))
+        except ExecutorFailedError as error:
+            raise self._die(error) from error
+
+    def _drive(self, flow: UtilityFlow) -> Any:
+        """Do the waiting a utility asks for, until its result is there."""
+        try:
+            wait = next(flow)
+            while True:
+                if isinstance(wait, Until):
+                    while not wait.condition():
+                        self._step(self._core.step_fn)
+                        if not self._core.has_steps_in_flight and not wait.condition():
+                            self._core.wait_for_work(GRAMMAR_WAIT_S)
+                    wait = flow.send(None)
+                    continue
+                for outputs in self._core.finish_dispatched_steps():
+                    self._keep(outputs)
+                try:
+                    result = wait.call()
+                except Exception as error:
+                    wait = flow.throw(error)
+                else:
+                    wait = flow.send(result)
+        except StopIteration as end:
+            return end.value
+
+    def _step(self, step: Callable[[], OutputsByClient]) -> None:
+        try:
+            with _interrupt_deferred():
+                self._keep(step())
+        except Exception as error:
+            raise self._die(error) from error
+
+    def _keep(self, outputs: OutputsByClient) -> None:
+        own = outputs.get(self.client_index)
+        if own is not None:
+            self._unread.append(own)
 
     def check_health(self) -> None:
         self._check_alive()

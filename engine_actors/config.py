@@ -105,6 +105,17 @@ class EngineConfig:
     def replays(self) -> bool:
         return self.recovery == "replay"
 
+    def with_runtime_options(self, options: dict[str, Any]) -> EngineConfig:
+        """What `update_config` has changed in the engine, for its front end."""
+
+        def changed(config: Any) -> Any:
+            names = {field.name for field in fields(config)}
+            return replace(config, **{name: value for name, value in options.items() if name in names})
+
+        return replace(
+            self, scheduler_config=changed(self.scheduler_config), parallel_config=changed(self.parallel_config)
+        )
+
     @staticmethod
     def from_kwargs(model: str, **kwargs: Any) -> EngineConfig:
         """Compose a config from flat keyword arguments: the fields of the four configs and of this one.

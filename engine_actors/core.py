@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from engine_actors.config import EngineConfig
+from engine_actors.core_utilities import CoreUtilities
 from executors.base import Executor, StepFuture
 from kv.planner import CapacityReport, KVCachePlan, plan_kv_cache
 from scheduler.errors import QueueFullError, RequestRefusedError
@@ -72,6 +73,9 @@ class PendingStep:
 class EngineCore:
     """One engine: its executor, its scheduler, and the requests of all clients.
 
+    Attributes:
+        utilities: What clients can ask for besides requests, by name.
+
     Construction starts the workers and loads the model; it may take minutes.
 
     Raises:
@@ -101,12 +105,9 @@ class EngineCore:
         self._grammars: StructuredOutputManager | None = None
         self._on_grammar_change: Callable[[], Any] = lambda: None
         self.step_fn = self.step if self.max_concurrent_batches == 1 else self.step_with_batch_queue
-        # The executor is looked up when it is called: recovery replaces it.
-        self._utilities: dict[str, tuple[Callable[..., Any], bool]] = {
-            "reset_prefix_cache": (self.scheduler.reset_prefix_cache, False),
-            "check_health": (lambda: self.executor.check_health(), True),
-            "collective_rpc": (lambda *args, **kwargs: self.executor.collective_rpc(*args, **kwargs), True),
-        }
+        self.max_num_batched_tokens_at_start = self.config.scheduler_config.max_num_batched_tokens
+        self.step_timeout_s_at_start = self.config.parallel_config.step_timeout_s
+        self.utilities = CoreUtilities(self)
 
     # Requests
 
@@ -154,6 +155,15 @@ class EngineCore:
         """Some request is unfinished, or some dispatched step is."""
         return self.scheduler.has_requests()
 
+    @property
+    def has_runnable_requests(self) -> bool:
+        """Some unfinished request is not held back by a pause."""
+        return self.scheduler.has_runnable_requests
+
+    def abort_paused(self) -> None:
+        """End the requests that a pause holds back."""
+        self.scheduler.abort_paused()
+
     def take_outputs(self) -> OutputsByClient:
         """Ends that needed no step: aborts and refusals."""
         outputs = self.scheduler.take_outputs()
@@ -168,6 +178,14 @@ class EngineCore:
     def has_steps_in_flight(self) -> bool:
         """Whether `step_with_batch_queue` has dispatched steps it has not waited for."""
         return bool(self._batch_queue)
+
+    def finish_dispatched_steps(self) -> list[OutputsByClient]:
+        """Wait for the steps that `step_with_batch_queue` has dispatched, and begin no others."""
+        return [self._finish_oldest() for _ in range(len(self._batch_queue))]
+
+    def _finish_oldest(self) -> OutputsByClient:
+        pending = self._batch_queue.popleft()
+        return self.finish_step(pending, pending.future.result())
 
     def begin_step(self) -> PendingStep | None:
         """Schedule and dispatch, without waiting. None: nothing can run now.
@@ -226,8 +244,7 @@ class EngineCore:
                     return self.take_outputs()
         if not queue:
             return self.take_outputs()
-        pending = queue.popleft()
-        return self.finish_step(pending, pending.future.result())
+        return self._finish_oldest()
 
     # Recovery
 
@@ -245,7 +262,12 @@ class EngineCore:
         self.executor.shutdown()
         # A node that was lost may come back, or another take its place.
         parallel_config = replace(self.config.parallel_config, startup_timeout_s=timeout_s, wait_for_nodes=True)
-        executor = make_executor(replace(self.config, parallel_config=parallel_config))
+        scheduler_config = replace(
+            self.config.scheduler_config, max_num_batched_tokens=self.max_num_batched_tokens_at_start
+        )
+        executor = make_executor(
+            replace(self.config, parallel_config=parallel_config, scheduler_config=scheduler_config)
+        )
         try:
             return NewWorkers(executor, _initialize_kv_cache(executor, self.config, auto_fit=False))
         except BaseException:
@@ -259,20 +281,9 @@ class EngineCore:
             cause: What happened to the old ones.
         """
         self.executor = workers.executor
+        self.executor.set_step_timeout(self.config.parallel_config.step_timeout_s)
         self._batch_queue.clear()
         self.scheduler.restart(workers.plan.configs[0], cause)
-
-    # Utilities
-
-    def utility(self, name: str) -> tuple[Callable[..., Any], bool]:
-        """The utility, and whether it waits for workers (and must not run on an event loop).
-
-        Raises:
-            ValueError: No utility of that name.
-        """
-        if name not in self._utilities:
-            raise ValueError(f"unknown utility {name!r}; known are {', '.join(sorted(self._utilities))}")
-        return self._utilities[name]
 
     def shutdown(self) -> None:
         """Stop the workers and the grammar compiler. Idempotent."""

@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from engine_actors.config import EngineConfig
 from engine_actors.core import YIELD_S, CoreInfo, EngineCore, OutputsByClient, PendingStep
 from engine_actors.core_recovery import RecoveryFailedError, WorkerRecovery
 from engine_actors.core_streams import Inbox, Outbox
-from engine_actors.errors import EngineDeadError
+from engine_actors.errors import EngineDeadError, EngineRecoveredError
 from engine_actors.messages import (
     AbortMessage,
     AddMessage,
@@ -31,11 +31,11 @@ from engine_actors.messages import (
     RecoveryNotice,
     ShutdownMessage,
     UtilityMessage,
-    Wakeup,
+    UtilityOutput,
     decode_messages,
 )
 from engine_actors.ray_places import place_of_this_process
-from engine_actors.ray_utilities import utility_arguments, utility_failure, utility_result
+from engine_actors.utility_queue import UtilityQueue
 from executors.base import ExecutorFailedError, StepFuture
 from executors.niceness import undo_ray_niceness
 from scheduler.output import ModelRunnerOutput
@@ -85,9 +85,7 @@ class EngineCoreActor:
         self._recovery: WorkerRecovery
         self._busy_loop_task: asyncio.Task[None]
         self._in_flight: deque[_InFlight] = deque()
-        self._utility: asyncio.Task[None] | None = None
-        self._utility_client = 0
-        self._waiting_utilities: deque[tuple[int, UtilityMessage]] = deque()
+        self._utilities: UtilityQueue
         self._state = "running"
         self._cause: str | None = None
         self._may_replay = False
@@ -100,6 +98,13 @@ class EngineCoreActor:
         """Start the workers, load the model and begin to serve. Raises what went wrong; the actor is then of no use."""
         self._core = await asyncio.to_thread(EngineCore, self._config)
         self._recovery = WorkerRecovery(self._core, self._config, self._changed.set)
+        self._utilities = UtilityQueue(
+            self._core.utilities,
+            refusal=self._utility_refusal,
+            on_lost_workers=self._lost_workers,
+            answer=self._answer_utility,
+            wake=self._changed.set,
+        )
         self._watch_executor()
         loop = asyncio.get_running_loop()
         self._core.on_grammar_change(partial(loop.call_soon_threadsafe, self._changed.set))
@@ -141,14 +146,11 @@ class EngineCoreActor:
 
     def _is_idle(self, client_index: int) -> bool:
         """Nothing of this client is under way."""
-        utility_clients = [client for client, _ in self._waiting_utilities]
-        if self._utility is not None:
-            utility_clients.append(self._utility_client)
         return (
             self._state == "running"
             and not self._queue
             and not self._requests.get(client_index)
-            and client_index not in utility_clients
+            and not self._utilities.has_calls_of(client_index)
             and self._outbox(client_index).is_empty
         )
 
@@ -204,13 +206,15 @@ class EngineCoreActor:
             if self._state == "stopping" and not core.has_requests():
                 self._publish(core.take_outputs())
                 raise _StopNow
+            if not self._recovery.under_way:
+                self._utilities.turn(bool(self._in_flight))
             if self._begin_step() or self._finish_step():
                 continue
             self._publish(core.take_outputs())
             if not self._in_flight:
                 self._progress_s = time.monotonic()
-                may_run = core.has_requests() and not core.scheduler.waits_for_grammars_only
-                if self._utility is None and not self._recovery.under_way and may_run:
+                may_run = core.has_runnable_requests and not core.scheduler.waits_for_grammars_only
+                if may_run and not self._recovery.under_way and not self._utilities.blocks_steps:
                     await asyncio.sleep(YIELD_S)
                     continue
             await self._changed.wait()
@@ -218,7 +222,7 @@ class EngineCoreActor:
     def _begin_step(self) -> bool:
         """Dispatch a step if another may be in flight and there is something to run."""
         core = self._core
-        if self._utility is not None or self._recovery.under_way:
+        if self._utilities.blocks_steps or self._recovery.under_way:
             return False
         if len(self._in_flight) >= core.max_concurrent_batches:
             return False
@@ -257,7 +261,6 @@ class EngineCoreActor:
         for outbox in self._outboxes.values():
             outbox.put_recovery(notice)
         self._publish(self._core.take_outputs())
-        self._start_waiting_utility()
 
     # Input
 
@@ -274,8 +277,6 @@ class EngineCoreActor:
                 case ExecutorFailed(error, executor):
                     if executor is self._core.executor and not self._recovery.under_way:
                         raise error
-                case Wakeup():
-                    self._start_waiting_utility()
 
     def _handle(self, client_index: int, message: Any) -> None:
         match message:
@@ -284,7 +285,7 @@ class EngineCoreActor:
             case AbortMessage(request_ids):
                 self._core.abort_requests(request_ids)
             case UtilityMessage():
-                self._call_utility(client_index, message)
+                self._utilities.put(client_index, message)
             case ShutdownMessage(timeout_s):
                 self._begin_shutdown(timeout_s)
             case DisconnectMessage():
@@ -304,6 +305,7 @@ class EngineCoreActor:
     def _begin_shutdown(self, timeout_s: float) -> None:
         self._state = "stopping"
         if timeout_s > 0:
+            self._core.abort_paused()
             loop = asyncio.get_running_loop()
             loop.call_later(timeout_s, self._put, FromClient(0, ShutdownMessage(0.0)))
             return
@@ -311,44 +313,21 @@ class EngineCoreActor:
         self._publish(self._core.take_outputs())
         raise _StopNow
 
-    # Utilities
+    def _utility_refusal(self, name: str) -> EngineDeadError | None:
+        if self._state == "running":
+            return None
+        return EngineDeadError(f"the engine is shutting down; {name} is not run")
 
-    def _call_utility(self, client_index: int, message: UtilityMessage) -> None:
-        if self._state != "running":
-            error = EngineDeadError(f"the engine is shutting down; {message.name} is not run")
-            self._outbox(client_index).put_utility(utility_failure(message.call_id, error))
-            return
-        try:
-            function, waits_for_workers = self._core.utility(message.name)
-            args, kwargs = utility_arguments(message)
-            if not waits_for_workers:
-                result = utility_result(message.call_id, function(*args, **kwargs))
-                self._outbox(client_index).put_utility(result)
-                return
-        except Exception as error:
-            self._outbox(client_index).put_utility(utility_failure(message.call_id, error))
-            return
-        if self._utility is not None or self._recovery.under_way:
-            self._waiting_utilities.append((client_index, message))
-            return
-        # No step is dispatched meanwhile, so that all workers see calls and steps in one order.
-        self._utility_client = client_index
-        self._utility = asyncio.create_task(self._run_utility(client_index, message.call_id, function, args, kwargs))
+    def _lost_workers(self, name: str, error: ExecutorFailedError) -> Exception:
+        """What a utility's caller is told whose workers died."""
+        if self._recovery.under_way or self._recovery.cause:
+            return EngineRecoveredError(f"{name}: {error}; the engine has recovered, call it again")
+        return EngineDeadError(f"EngineCore failed: {type(error).__name__}: {error}")
 
-    async def _run_utility(
-        self, client_index: int, call_id: int, function: Callable[..., Any], args: Any, kwargs: Any
-    ) -> None:
-        try:
-            output = utility_result(call_id, await asyncio.to_thread(function, *args, **kwargs))
-        except Exception as error:
-            output = utility_failure(call_id, error)
+    def _answer_utility(self, client_index: int, output: UtilityOutput) -> None:
+        # What the utility ended is told before its answer.
+        self._publish(self._core.take_outputs())
         self._outbox(client_index).put_utility(output)
-        self._utility = None
-        self._put(Wakeup())
-
-    def _start_waiting_utility(self) -> None:
-        if self._waiting_utilities and self._utility is None and not self._recovery.under_way:
-            self._call_utility(*self._waiting_utilities.popleft())
 
     # Output
 

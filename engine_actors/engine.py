@@ -17,12 +17,13 @@ from engine_actors.input_processor import PromptType
 from engine_actors.llm import as_conversation_list
 from engine_actors.outputs import RequestOutput
 from engine_actors.ray_places import place_of_this_process
+from engine_actors.utilities import AsyncUtilities
 from scheduler.sampling_params import RequestOutputKind, SamplingParams
 
 MAX_CONCURRENT_CALLS = 10_000
 
 
-class EngineActor:
+class EngineActor(AsyncUtilities):
     """The class behind `Engine`. Every method is called with `.remote(...)`.
 
         engine = Engine.remote(model="path/to/model", tensor_parallel_size=2)
@@ -134,19 +135,9 @@ class EngineActor:
         """Node and process of each part."""
         return {"Engine": place_of_this_process(), **await self._llm.where()}
 
-    async def reset_prefix_cache(self) -> bool:
-        """Forget cached prefixes; False while requests hold blocks."""
-        return await self._llm.reset_prefix_cache()
-
-    async def collective_rpc(
-        self,
-        method: Any,
-        timeout: float | None = None,  # noqa: ASYNC109  vLLM's name; the workers keep to it
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> list[Any]:
-        """Call a worker method by name, or a function that takes the worker first, on every worker; results by rank."""
-        return await self._llm.collective_rpc(method, timeout, args, kwargs)
+    async def call_utility(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a utility of EngineCore by name; raises what it raises."""
+        return await self._llm.call_utility(name, *args, **kwargs)
 
     async def get_default_sampling_params(self) -> SamplingParams:
         return self._llm.get_default_sampling_params()

@@ -6,6 +6,7 @@ from executors.base import ExecutorFailedError
 
 __all__ = [
     "EngineDeadError",
+    "EnginePausedError",
     "EngineRecoveredError",
     "EngineStartupError",
     "ExecutorFailedError",
@@ -42,6 +43,10 @@ class EngineStartupError(RuntimeError):
 
 class EngineDeadError(RuntimeError):
     """The engine has failed; every pending and later call raises this. The text holds the cause. HTTP 503."""
+
+
+class EnginePausedError(RuntimeError):
+    """A synchronous caller waits for requests that cannot go on: the engine is paused or asleep, by its own doing."""
 
 
 class EngineRecoveredError(RuntimeError):

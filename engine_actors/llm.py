@@ -18,6 +18,7 @@ from engine_actors.errors import InvalidRequestError, QueueFullError
 from engine_actors.input_processor import ProcessedRequest, PromptType
 from engine_actors.llm_engine import LLMEngine
 from engine_actors.outputs import RequestOutput
+from engine_actors.utilities import SyncUtilities
 from scheduler.sampling_params import RequestOutputKind, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 Messages = Sequence[Mapping[str, Any]]
 
 
-class LLM:
+class LLM(SyncUtilities):
     """An engine for scripts.
 
         with LLM("path/to/model") as llm:
@@ -67,6 +68,7 @@ class LLM:
         Raises:
             InvalidRequestError: A prompt or parameter is wrong; the text names field, value and what is allowed.
             EngineDeadError: The engine has failed.
+            EnginePausedError: The engine is paused or asleep.
         """
         batch = as_prompt_list(prompts)
         return self._run(batch, sampling_params, priority, use_tqdm, add_special_tokens=True)
@@ -156,19 +158,9 @@ class LLM:
         """What requests without parameters get: the model's generation_config.json over the usual defaults."""
         return self.llm_engine.input_processor.default_sampling_params()
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget cached prefixes; False while requests hold blocks."""
-        return self.llm_engine.reset_prefix_cache()
-
-    def collective_rpc(
-        self,
-        method: Any,
-        timeout: float | None = None,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> list[Any]:
-        """Call a worker method by name, or a function that takes the worker first, on every worker; results by rank."""
-        return self.llm_engine.collective_rpc(method, timeout, args, kwargs)
+    def call_utility(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a utility of EngineCore by name; raises what it raises."""
+        return self.llm_engine.call_utility(name, *args, **kwargs)
 
     def shutdown(self, timeout_s: float | None = None) -> None:
         """Stop the engine and give everything back. Idempotent; also done at exit and by the context manager."""

@@ -11,10 +11,11 @@ from engine_actors.errors import EngineDeadError, InvalidRequestError
 from engine_actors.input_processor import InputProcessor, ProcessedRequest, PromptType, load_tokenizer
 from engine_actors.output_processor import OutputProcessor
 from engine_actors.outputs import RequestOutput
+from engine_actors.utilities import SyncUtilities
 from scheduler.sampling_params import SamplingParams
 
 
-class LLMEngine:
+class LLMEngine(SyncUtilities):
     """One engine and one synchronous caller.
 
         engine = LLMEngine(EngineConfig.from_kwargs("path/to/model"))
@@ -72,6 +73,7 @@ class LLMEngine:
         """Wait for what the engine does next. Empty when nothing is unfinished, or nothing is to be told.
 
         Raises:
+            EnginePausedError: Nothing more comes before `resume` or `wake_up`.
             EngineDeadError: The engine has failed; the unfinished requests are gone.
         """
         if not self.output_processor.num_unfinished:
@@ -109,19 +111,12 @@ class LLMEngine:
     def get_num_unfinished_requests(self) -> int:
         return self.output_processor.num_unfinished
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget cached prefixes; False while requests hold blocks."""
-        return bool(self.client.call_utility("reset_prefix_cache"))
-
-    def collective_rpc(
-        self,
-        method: Any,
-        timeout_s: float | None = None,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> list[Any]:
-        """Call a worker method by name, or a function that takes the worker first, on every worker; results by rank."""
-        return list(self.client.call_utility("collective_rpc", method, timeout_s, args, kwargs))
+    def call_utility(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a utility of EngineCore by name; raises what it raises."""
+        result = self.client.call_utility(name, *args, **kwargs)
+        if name == "update_config":
+            self.config = self.config.with_runtime_options(result)
+        return result
 
     def check_health(self) -> None:
         """Raise EngineDeadError unless the engine is alive."""

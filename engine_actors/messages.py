@@ -61,11 +61,6 @@ class FromClient:
 
 
 @dataclass(frozen=True, slots=True)
-class Wakeup:
-    """WAKEUP. On the actor's input queue when something beside it changed: a utility that ran in a thread is done."""
-
-
-@dataclass(frozen=True, slots=True)
 class ExecutorFailed:
     """EXECUTOR_FAILED. Put on the actor's input queue by the executor's failure callback; the loop raises it.
 
@@ -77,7 +72,7 @@ class ExecutorFailed:
     executor: Executor
 
 
-InputMessage = FromClient | Wakeup | ExecutorFailed
+InputMessage = FromClient | ExecutorFailed
 
 
 class UtilityOutput(msgspec.Struct, array_like=True, gc=False, frozen=True):

@@ -13,10 +13,10 @@ from typing import Any
 
 from ray.exceptions import GetTimeoutError, RayError
 
-from engine_actors.clients import EngineCoreClient, SyncCoreClient
+from engine_actors.clients import PAUSED, EngineCoreClient, SyncCoreClient
 from engine_actors.config import EngineConfig
 from engine_actors.core_actor import HealthReport
-from engine_actors.errors import EngineDeadError, EngineRecoveredError
+from engine_actors.errors import EngineDeadError, EnginePausedError, EngineRecoveredError
 from engine_actors.messages import AbortMessage, AddMessage, ClientMessage, OutputBatch, UtilityMessage
 from engine_actors.ray_core_link import SHUT_DOWN, SHUTDOWN_GRACE_S, CoreLink
 from engine_actors.ray_recovery import CoreRecovery, note_worker_recoveries
@@ -77,6 +77,7 @@ class RayClient(_RayClientBase, SyncCoreClient):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config, CoreLink(config))
         self._unread: deque[EngineCoreOutputs] = deque()
+        self._may_be_paused = False
 
     def add_requests(self, requests: Sequence[EngineCoreRequest]) -> None:
         to_send = list(requests)
@@ -97,6 +98,12 @@ class RayClient(_RayClientBase, SyncCoreClient):
 
     def get_output(self) -> list[EngineCoreOutputs]:
         while not self._unread:
+            # Asking comes after everything that was sent before, so its answer comes after all outputs of that.
+            self._may_be_paused = self._may_be_paused and self.call_utility("is_paused")
+            if self._unread:
+                break
+            if self._may_be_paused:
+                raise EnginePausedError(PAUSED)
             try:
                 self._read()
             except EngineDeadError as error:
@@ -107,6 +114,7 @@ class RayClient(_RayClientBase, SyncCoreClient):
 
     def call_utility(self, name: str, *args: Any, **kwargs: Any) -> Any:
         call_id = next(self._call_ids)
+        self._may_be_paused = self._may_be_paused or name in ("pause", "sleep")
         message = utility_message(call_id, name, args, kwargs)
         try:
             self.link.send([message])

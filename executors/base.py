@@ -85,6 +85,10 @@ class Executor(ABC):
         """`callback` runs once, from any thread, when a worker dies, busy or idle; at once if one already has."""
 
     @abstractmethod
+    def set_step_timeout(self, step_timeout_s: float) -> None:
+        """Another deadline for steps dispatched from now on."""
+
+    @abstractmethod
     def check_health(self) -> None:
         """Raise ExecutorFailedError unless every worker is alive."""
 

@@ -82,6 +82,7 @@ class ParallelConfig:
         startup_timeout_s: Deadline for placing, starting and loading all workers.
         wait_for_nodes: Wait up to that deadline for nodes to join a cluster that cannot hold the workers (an autoscaler
             adds them), instead of refusing at once.
+        torch_profiler_dir: Where workers write the traces of `start_profile`, each on its own node; None: nowhere.
     """
 
     tensor_parallel_size: int = 1
@@ -96,6 +97,7 @@ class ParallelConfig:
     step_timeout_s: float = 300.0
     startup_timeout_s: float = 600.0
     wait_for_nodes: bool = False
+    torch_profiler_dir: str | None = None
 
     @property
     def world_size(self) -> int:

@@ -59,7 +59,7 @@ class ModelRunner:
         device: torch.device,
         logits_processors: Sequence[type[LogitsProcessor]] = (),
     ) -> None:
-        self._compute = compute
+        self._optional_compute: StepCompute | None = compute
         self._parallel = parallel
         self._config = scheduler_config
         self._device = device
@@ -79,6 +79,24 @@ class ModelRunner:
         )
         self._compute.bind(config)
         self._pending = None
+
+    def replace_compute(self, compute: StepCompute | None) -> None:
+        """Compute with this from now on. None: not at all, for the time without weights. The batch stays."""
+        self._optional_compute = compute
+
+    def unbind_caches(self) -> None:
+        """The KV caches go; `rebind_caches` comes before the next step."""
+        self._compute.unbind()
+
+    def rebind_caches(self, config: KVCacheConfig) -> None:
+        """New caches of the same shape are bound to the model. No running request may have KV in the old ones."""
+        self._compute.bind(config)
+
+    @property
+    def _compute(self) -> StepCompute:
+        if self._optional_compute is None:
+            raise RuntimeError("the worker's weights were given back; wake_up must come first")
+        return self._optional_compute
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput | None:

@@ -158,6 +158,9 @@ class RayExecutor(Executor):
     def register_failure_callback(self, callback: FailureCallback) -> None:
         self._monitor.add_callback(callback)
 
+    def set_step_timeout(self, step_timeout_s: float) -> None:
+        self._monitor.set_step_timeout(step_timeout_s)
+
     def check_health(self) -> None:
         self._monitor.raise_if_failed()
         refs = [worker.ping.remote() for worker in self._workers]

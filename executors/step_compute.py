@@ -31,6 +31,10 @@ class StepCompute(ABC):
         """The caches of the model's layers are in place, in the groups of `config`."""
 
     @abstractmethod
+    def unbind(self) -> None:
+        """Hold the caches no longer; `bind` comes before the next `forward`."""
+
+    @abstractmethod
     def forward(self, inputs: StepInputs, wanted: Wanted) -> None:
         """Run this rank's layers, receiving from the stage before and sending to the next where there is one."""
 
@@ -67,6 +71,9 @@ class TorchCompute(StepCompute):
 
     def bind(self, config: KVCacheConfig) -> None:
         self._group_of_layer = [(name, i) for i, group in enumerate(config.groups) for name in group.layer_names]
+
+    def unbind(self) -> None:
+        self._hidden_states = None
 
     def forward(self, inputs: StepInputs, wanted: Wanted) -> None:
         received = None

@@ -128,6 +128,13 @@ class StepMonitor:
             self._events.put(None)
         return step
 
+    def set_step_timeout(self, step_timeout_s: float) -> None:
+        """For steps tracked from now on. Steps are looked at in their order: a shorter deadline counts from when the
+        steps before it are done, or late.
+        """
+        with self._lock:
+            self._step_timeout_s = step_timeout_s
+
     def resolve(self, step: PendingStep[Any], payload: bytes | None) -> None:
         """The step's result is there. Ignored when the step has already failed."""
         with self._lock:

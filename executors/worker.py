@@ -25,6 +25,8 @@ from executors.model_config import ResolvedModelConfig, resolve_model_config
 from executors.model_runner import ModelRunner
 from executors.models.base import CausalLM
 from executors.parallel_state import ParallelState
+from executors.profiler import WorkerProfiler
+from executors.sleep import HostWeights, return_free_memory
 from executors.step_compute import StepCompute, TorchCompute
 from kv.config import CacheConfig
 from kv.spec import KVCacheConfig, KVCacheGroup, KVCacheSpec, KVCacheTensor
@@ -39,6 +41,14 @@ COLLECTIVE_TIMEOUT_MARGIN_S = 30.0
 """Collectives outlast the step deadline: the executor, which knows more, shall be first to report a stuck step."""
 
 WARM_UP_TOKENS = 16
+
+_SLEEP_EFFECTS = {
+    (1, True): "the KV cache is given back, the weights stay in host memory",
+    (1, False): "the KV cache is given back, the weights are moved to host memory",
+    (2, True): "weights and KV cache are given back",
+    (2, False): "weights and KV cache are given back",
+}
+"""By level, and whether the device is the CPU."""
 
 
 class Worker:
@@ -81,6 +91,7 @@ class Worker:
         self._scheduler_config = scheduler_config
         self._parallel_config = parallel_config
         self._num_threads = torch.get_num_threads()
+        self._cpus: list[int] | None = None
         self.compute_name = ""
         self._init_device()
         if isinstance(model_config, ModelConfig):
@@ -97,6 +108,10 @@ class Worker:
         )
         self._model: CausalLM | None = None
         self._runner: ModelRunner | None = None
+        self._kv_cache_config: KVCacheConfig | None = None
+        self._has_kv_caches = False
+        self._host_weights: HostWeights | None = None
+        self._profiler = WorkerProfiler(parallel_config.torch_profiler_dir, rank, self.device)
         self._decoder = msgspec.msgpack.Decoder(SchedulerOutput)
         self._encoder = msgspec.msgpack.Encoder()
 
@@ -107,6 +122,16 @@ class Worker:
             WeightLoadError: The checkpoint lacks, repeats or misshapes a tensor.
             ValueError: A logits processor cannot be imported.
         """
+        self._model, compute = self._build_model()
+        self._runner = ModelRunner(
+            compute,
+            self.parallel,
+            self._scheduler_config,
+            device=self.device,
+            logits_processors=[load_logits_processor(n) for n in self.model_config.model_config.logits_processors],
+        )
+
+    def _build_model(self) -> tuple[CausalLM, StepCompute]:
         choice = choose_compute(
             self.model_config,
             self.parallel,
@@ -114,7 +139,7 @@ class Worker:
             block_size=self._cache_config.block_size,
             cache_dtype=self._cache_dtype,
         )
-        self._model = load_model(
+        model = load_model(
             self.model_config,
             self.parallel,
             self.device,
@@ -122,33 +147,30 @@ class Worker:
             linear_method=choice.linear_method,
             ops=choice.ops,
         )
-        self._runner = ModelRunner(
-            self._make_compute(choice),
-            self.parallel,
-            self._scheduler_config,
-            device=self.device,
-            logits_processors=[load_logits_processor(n) for n in self.model_config.model_config.logits_processors],
-        )
+        return model, self._make_compute(choice, model)
 
-    def _make_compute(self, choice: ComputeChoice) -> StepCompute:
+    def _make_compute(self, choice: ComputeChoice, model: CausalLM) -> StepCompute:
         """Also gives the worker's threads to whoever computes."""
         self.compute_name = str(choice)
         logger.info("rank %d computes with %s, %d threads", self.rank, choice, self._num_threads)
         if choice.kernels is not None:
-            cpus = cpus_of_worker(self._num_threads, self.local_rank, self._num_workers_on_node, usable_cpus())
-            choice.kernels.set_num_threads(self._num_threads, cpus)
+            if self._cpus is None:  # Asked once: later this thread is pinned to one of them.
+                self._cpus = cpus_of_worker(
+                    self._num_threads, self.local_rank, self._num_workers_on_node, usable_cpus()
+                )
+            choice.kernels.set_num_threads(self._num_threads, self._cpus)
             # What torch still does is small, and its threads would spin on the processors of the pool's.
             torch.set_num_threads(1)
             if choice.whole_steps:
                 return NativeCompute(
                     choice.kernels,
-                    self.model,
+                    model,
                     choice.formats,
                     max_num_tokens=self._scheduler_config.max_num_batched_tokens,
                     max_num_samples=self._scheduler_config.max_num_seqs,
                 )
         return TorchCompute(
-            self.model,
+            model,
             self.parallel,
             hidden_size=self.model_config.hidden_size,
             dtype=self.model_config.dtype,
@@ -177,10 +199,9 @@ class Worker:
         Raises:
             ValueError: The config does not fit this rank's layers.
         """
-        self.model.bind_kv_caches(
-            allocate_kv_caches(config, self.model.attention_layers(), self._cache_dtype, self.device)
-        )
+        self._allocate_kv_caches(config)
         self.runner.set_kv_cache_config(config)
+        self._kv_cache_config = config
         num_tokens = min(WARM_UP_TOKENS, self._scheduler_config.max_num_batched_tokens)
         self.runner.dummy_run(num_tokens, min(2, num_tokens, self._scheduler_config.max_num_seqs))
 
@@ -204,8 +225,70 @@ class Worker:
         return self._encoded(self.runner.sample(grammar_bitmask))
 
     def execute_dummy_batch(self) -> None:
-        """One forward pass on a token of nobody. Every rank must be asked for it."""
+        """One forward pass on a token of nobody. Every rank must be asked for it.
+
+        Raises:
+            RuntimeError: The worker is asleep.
+        """
+        if self._model is not None and not self._has_kv_caches:
+            raise RuntimeError("the worker's KV cache was given back; wake_up must come first")
         self.runner.dummy_run(1, 1)
+
+    def start_profile(self, prefix: str | None = None) -> None:
+        """See `WorkerProfiler.start`."""
+        self._profiler.start(prefix)
+
+    def stop_profile(self) -> str:
+        """See `WorkerProfiler.stop`."""
+        return self._profiler.stop()
+
+    # Sleep
+
+    def sleep(self, level: int) -> None:
+        """Give memory back until `wake_up`: the KV cache, and at level 2 the weights too.
+
+        Level 1 moves weights from a device to host memory. On CPU that is where they are: they stay, packed as they
+        are. No step may be in flight, and no running request may have KV. May be called again after an error.
+        """
+        if self._has_kv_caches:
+            self._has_kv_caches = False
+            self.runner.unbind_caches()
+            for layer in self.model.attention_layers():
+                layer.kv_cache = None
+        if level == 2:
+            self._host_weights = None
+            self.runner.replace_compute(None)
+            self._model = None
+        elif self.device.type != "cpu" and self._host_weights is None:
+            self._host_weights = HostWeights(self.model)
+        return_free_memory(self.device)
+        logger.info(
+            "rank %d sleeps at level %d: %s", self.rank, level, _SLEEP_EFFECTS[level, self.device.type == "cpu"]
+        )
+
+    def wake_up(self, tags: list[str]) -> None:
+        """Take back "weights" (reading them again if they are gone), "kv_cache", or both. May be called again.
+
+        Raises:
+            WeightLoadError: The checkpoint is no longer what it was.
+            RuntimeError: The KV cache is asked for before the weights.
+        """
+        if "weights" in tags and self._host_weights is not None:
+            self._host_weights.restore()
+            self._host_weights = None
+        if "weights" in tags and self._model is None:
+            model, compute = self._build_model()
+            self.runner.replace_compute(compute)
+            self._model = model
+        if "kv_cache" in tags and not self._has_kv_caches and self._kv_cache_config is not None:
+            self._allocate_kv_caches(self._kv_cache_config)
+            self.runner.rebind_caches(self._kv_cache_config)
+
+    def _allocate_kv_caches(self, config: KVCacheConfig) -> None:
+        self.model.bind_kv_caches(
+            allocate_kv_caches(config, self.model.attention_layers(), self._cache_dtype, self.device)
+        )
+        self._has_kv_caches = True
 
     def describe(self) -> dict[str, Any]:
         """Where this rank runs, for logs, the demo and tests."""
@@ -229,7 +312,7 @@ class Worker:
     @property
     def model(self) -> CausalLM:
         if self._model is None:
-            raise RuntimeError("the worker has no model yet: call load_model first")
+            raise RuntimeError("the worker has no model: load_model, or wake_up with the weights, must come first")
         return self._model
 
     @property

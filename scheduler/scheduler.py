@@ -16,6 +16,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import compress
 
 from kv.config import CacheConfig
@@ -34,6 +35,7 @@ from scheduler.output import (
     SchedulerStats,
     unpack_int32,
 )
+from scheduler.pause import PauseGate, PauseMode
 from scheduler.probation import Probation
 from scheduler.queues import RANKS, WaitingQueue
 from scheduler.request import EngineCoreRequest, Request, RequestStatus
@@ -98,6 +100,7 @@ class Scheduler:
         self._not_started: set[Request] = set()  # admitted, but without a first token
         self._num_requests_ever = 0
         self._probation = Probation()
+        self._gate = PauseGate()
         self._send_known_tokens = send_known_tokens
         self._begin(kv_cache_config)
 
@@ -156,6 +159,12 @@ class Scheduler:
         state.is_long = 0 < self.config.long_prefill_token_threshold < state.num_prompt_tokens
         self._requests[state.request_id] = state
         self._requests_of_client[state.client_index] = self._requests_of_client.get(state.client_index, 0) + 1
+        if self._gate.is_closed:
+            self._gate.held[state.request_id] = state
+        else:
+            self._enqueue(state)
+
+    def _enqueue(self, state: Request) -> None:
         if self._grammars is None or not state.has_grammar or self._grammars.begin(state):
             self._waiting.add(state)
 
@@ -201,17 +210,71 @@ class Scheduler:
     @property
     def waits_for_grammars_only(self) -> bool:
         """There are requests, and nothing can happen before a grammar is compiled (or a new request comes)."""
-        return (
-            self._grammars is not None and not self._in_flight and 0 < self._grammars.num_waiting == len(self._requests)
-        )
+        num_open = len(self._requests) - len(self._gate.held)
+        return self._grammars is not None and not self._in_flight and 0 < self._grammars.num_waiting == num_open
 
     @property
     def _num_waiting(self) -> int:
-        return len(self._waiting) + (0 if self._grammars is None else self._grammars.num_waiting)
+        num_held_back = 0 if self._grammars is None else self._grammars.num_waiting
+        return len(self._waiting) + len(self._gate.held) + num_held_back
+
+    @property
+    def has_steps_in_flight(self) -> bool:
+        """Some dispatched step's result is not back."""
+        return bool(self._in_flight)
+
+    # ---- pauses
+
+    def pause(self, mode: PauseMode) -> None:
+        """Hold back what arrives from now on; what becomes of the rest is `mode`'s to say. A later call changes it.
+
+        Steps in flight run to their end. With WAIT, call again with KEEP when `has_runnable_requests` says no.
+        """
+        self._gate.close(frozen=mode is not PauseMode.WAIT)
+        if mode is PauseMode.ABORT:
+            self.abort_all()
+
+    def resume(self) -> None:
+        """Go on, with what arrived meanwhile."""
+        for request in self._gate.open():
+            self._enqueue(request)
+
+    @property
+    def is_paused(self) -> bool:
+        return self._gate.is_closed
+
+    @property
+    def has_runnable_requests(self) -> bool:
+        """Some unfinished request is not held back by a pause."""
+        return not self._gate.is_frozen and len(self._requests) > len(self._gate.held)
+
+    def abort_paused(self) -> None:
+        """End the requests that cannot go on before `resume`."""
+        self.abort_requests(list(self._requests if self._gate.is_frozen else self._gate.held))
+
+    def preempt_all(self) -> None:
+        """Take rows and KV from all running requests; they will be computed anew.
+
+        Raises:
+            RuntimeError: Steps are in flight, which may write what would be given back.
+        """
+        if self._in_flight:
+            raise RuntimeError(f"{len(self._in_flight)} steps are in flight")
+        for request in list(self._running):
+            self._put_back(request)
 
     def reset_prefix_cache(self) -> bool:
         """Forget cached KV. False, and nothing done, while any request holds blocks."""
         return self._kv.reset_prefix_cache()
+
+    def update_config(self, config: SchedulerConfig) -> None:
+        """Other limits from now on: of tokens per step (at most those of the start), of the queue, of long prompts."""
+        self.config = config
+        self._limits = replace(
+            self._limits,
+            max_prompt_tokens=None if self.chunked_prefill_enabled else config.max_num_batched_tokens,
+            max_num_queued_requests=config.max_num_queued_requests,
+        )
 
     def make_stats(self) -> SchedulerStats:
         """Gauges now, and counters since the last call."""
@@ -241,6 +304,8 @@ class Scheduler:
             if request.status is not RequestStatus.WAITING_FOR_GRAMMAR:
                 request.restart()
                 request.rank = self._rank(request)
+                if request.request_id in self._gate.held:
+                    continue
                 self._waiting.add(request)
         if culprit is not None:
             self._fail(self._requests[culprit], f"the workers crash whenever they compute this request: {cause}")
@@ -257,6 +322,8 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput | None:
         """Decide and dispatch the next step. None: nothing can run now (perhaps after the next update)."""
+        if self._gate.is_frozen:
+            return None
         if self._grammars is not None:
             self._settle_grammars(self._grammars)
         plan = StepPlan(self._step + 1, self.config.max_num_batched_tokens)
@@ -623,7 +690,7 @@ class Scheduler:
         self._probation.clear(request.request_id)
         if request.status is RequestStatus.RUNNING:
             self._rows.retire(request)
-        elif request.status is RequestStatus.WAITING:
+        elif self._gate.held.pop(request.request_id, None) is None and request.status is RequestStatus.WAITING:
             self._waiting.remove(request)
         if self._grammars is not None:
             self._grammars.release(request)

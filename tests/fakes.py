@@ -118,6 +118,7 @@ class FakeExecutor(Executor):
         self.fail_at_step, self.exit_at_step = fail_at_step, exit_at_step
         self.rows: dict[int, _Row] = {}
         self.is_shut_down = False
+        self.asleep = 0
         self.num_steps = 0
         self._encoder = msgspec.msgpack.Encoder()
         self._failure: ExecutorFailedError | None = None
@@ -162,6 +163,9 @@ class FakeExecutor(Executor):
     def register_failure_callback(self, callback: FailureCallback) -> None:
         self._callbacks.append(callback)
 
+    def set_step_timeout(self, step_timeout_s: float) -> None:
+        self.step_timeout_s = step_timeout_s
+
     def check_health(self) -> None:
         self._raise_if_failed()
 
@@ -177,6 +181,16 @@ class FakeExecutor(Executor):
 
     def echo(self, value: Any) -> Any:
         return value
+
+    def sleep(self, level: int) -> None:
+        assert not self._pending, "steps are in flight"
+        self.asleep = level
+
+    def wake_up(self, tags: list[str]) -> None:
+        self.asleep = 0
+
+    def execute_dummy_batch(self) -> None:
+        assert not self._pending, "steps are in flight"
 
     def fail_now(self, text: str) -> None:
         """As a worker that dies while idle."""

@@ -127,6 +127,7 @@ class DecoderProgram:
         self._handle: int | None = None
         self._group_names: list[str] = []
         self._num_blocks: dict[str, int] = {}
+        self._caches: dict[str, torch.Tensor] = {}
 
     def bind(self, kv_caches: Mapping[str, torch.Tensor], group_of_layer: Mapping[str, str]) -> None:
         """Record the operations over these caches (`ops.kv_cache_shape`).
@@ -150,6 +151,11 @@ class DecoderProgram:
         self._groups = list(self._group_array)  # views, not copies
         self._step = abi.Step(groups=ctypes.addressof(self._group_array), num_groups=len(self._group_names))
         self._step_address = ctypes.addressof(self._step)
+
+    def unbind(self) -> None:
+        """Let go of the caches; `bind` comes before the next `run`."""
+        self._close()
+        self._caches, self._ops = {}, []
 
     def run(
         self,

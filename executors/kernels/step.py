@@ -62,6 +62,9 @@ class NativeCompute(StepCompute):
             },
         )
 
+    def unbind(self) -> None:
+        self._program.unbind()
+
     def forward(self, inputs: StepInputs, wanted: Wanted) -> None:
         rows = inputs.sample_indices
         if wanted is Wanted.ANY_ROW:

@@ -136,7 +136,7 @@ class Harness:
         running = {request: request.num_remaining_tokens for request in self.scheduler._running}
         message = self.scheduler.schedule()
         if message is None:
-            assert self.in_flight or not self.scheduler.has_requests(), "work remains, and nothing is scheduled"
+            assert self.in_flight or not self.scheduler.has_runnable_requests, "work remains, and nothing is scheduled"
         else:
             self.messages.append(message)
             result = self.worker.execute(message)
@@ -260,7 +260,7 @@ class Harness:
         for request in scheduler._running:
             self._check_running(request, block_size)
         waiting = sum(request.status is RequestStatus.WAITING for request in scheduler._requests.values())
-        assert len(scheduler._waiting) == waiting
+        assert len(scheduler._waiting) + len(scheduler._gate.held) == waiting
         assert len(scheduler._requests) == waiting + len(scheduler._running)
         assert sum(scheduler._requests_of_client.values()) == len(scheduler._requests)
 

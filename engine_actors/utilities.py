@@ -1,0 +1,193 @@
+"""The utilities every front end offers, once for each way of calling: what they do, by `call_utility`.
+
+`LLMEngine` and `LLM` are `SyncUtilities`; `AsyncLLM` and the `Engine` actor are `AsyncUtilities`. What happens in the
+engine is `engine_actors.core_utilities`' to say. An error in there is raised here, and the engine goes on.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+WorkerMethod = str | Callable[..., Any]
+
+
+class SyncUtilities(ABC):
+    """Everything but `call_utility` is made of it."""
+
+    @abstractmethod
+    def call_utility(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a utility of EngineCore by name; raises what it raises."""
+
+    def pause(self, mode: str = "abort", *, clear_cache: bool = True) -> None:
+        """Run no more steps until `resume`; requests that arrive meanwhile wait. Returns when none runs any more.
+
+        Args:
+            mode: What becomes of unfinished requests: "abort" ends them with what they have (finish_reason "abort"),
+                "wait" lets them end first, "keep" freezes them in place, KV included, to go on after `resume`.
+            clear_cache: Forget cached prefixes too. Not with "keep", where requests hold their KV.
+
+        Raises:
+            ValueError: An unknown mode.
+        """
+        self.call_utility("pause", mode, clear_cache)
+
+    def resume(self) -> None:
+        """Go on after `pause`, with what arrived meanwhile. Nothing happens unless the engine is paused.
+
+        Raises:
+            RuntimeError: The engine is asleep.
+        """
+        self.call_utility("resume")
+
+    def is_paused(self) -> bool:
+        """Whether no steps are run, because of `pause` or `sleep`."""
+        return bool(self.call_utility("is_paused"))
+
+    def sleep(self, level: int = 1, *, mode: str = "abort") -> None:
+        """Run no more steps and give memory back until `wake_up`; requests that arrive meanwhile wait.
+
+        Args:
+            level: 0 only stops the steps. 1 also gives the KV cache back, and moves weights from a device's memory to
+                the host's; on CPU, where they are in host memory already, weights stay as they are. 2 gives weights
+                and KV cache back; weights are read from disk again at `wake_up`. From 1 on cached prefixes are lost.
+            mode: What becomes of unfinished requests, as for `pause`. Kept ones go on after `wake_up` with the same
+                tokens; from level 1 on their KV is computed anew.
+
+        Raises:
+            ValueError: An unknown level or mode.
+            RuntimeError: The engine is asleep at another level.
+        """
+        self.call_utility("sleep", level, mode)
+
+    def wake_up(self, tags: Iterable[str] | None = None) -> None:
+        """Take back what `sleep` gave away; when nothing is missing any more, steps are run again (unless paused).
+
+        Args:
+            tags: Only these: "weights" (first, where they were given back), "kv_cache", "scheduling". None is all.
+
+        Raises:
+            ValueError: An unknown tag.
+            Exception: What a worker raised, e.g. because the model's files are gone. The engine sleeps on; try again.
+        """
+        self.call_utility("wake_up", tags)
+
+    def is_sleeping(self) -> bool:
+        """Whether something that `sleep` gave away is still missing."""
+        return bool(self.call_utility("is_sleeping"))
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes; False while requests hold blocks."""
+        return bool(self.call_utility("reset_prefix_cache"))
+
+    def collective_rpc(
+        self,
+        method: WorkerMethod,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a worker method by name, or a function that takes the worker first, on every worker; results by rank.
+
+        No step runs meanwhile. Raises what a worker raises, and TimeoutError after `timeout` seconds.
+        """
+        return list(self.call_utility("collective_rpc", method, timeout, args, kwargs))
+
+    def execute_dummy_batch(self) -> None:
+        """Run one forward pass on a token of nobody, on every worker."""
+        self.call_utility("execute_dummy_batch")
+
+    def start_profile(self, prefix: str | None = None) -> None:
+        """Record what workers compute with torch's profiler, until `stop_profile`.
+
+        Args:
+            prefix: Begins the traces' file names.
+
+        Raises:
+            RuntimeError: No `torch_profiler_dir` is configured, or a profile is being recorded already.
+        """
+        self.call_utility("profile", True, prefix)
+
+    def stop_profile(self) -> list[str]:
+        """Write the traces, for Perfetto or chrome://tracing; their paths by rank, each on its worker's node.
+
+        Raises:
+            RuntimeError: No profile is being recorded.
+        """
+        return list(self.call_utility("profile", False))
+
+    def update_config(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
+        """Change engine options while it runs: all of these, or none. Returns those that can be changed, as they are.
+
+        Args:
+            overrides: `max_num_queued_requests`, `max_num_batched_tokens` (at most what the engine was started with),
+                `long_prefill_token_threshold`, `max_long_partial_prefills`, `step_timeout_s` (with several workers at
+                most what the engine was started with).
+
+        Raises:
+            ValueError: An option that cannot be changed, or a wrong value; the text says what is allowed.
+        """
+        return dict(self.call_utility("update_config", dict(overrides)))
+
+
+class AsyncUtilities(ABC):
+    """The same, awaited. What each does, and raises, stands at `SyncUtilities`."""
+
+    @abstractmethod
+    async def call_utility(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a utility of EngineCore by name; raises what it raises."""
+
+    async def pause(self, mode: str = "abort", *, clear_cache: bool = True) -> None:
+        """Run no more steps until `resume`; requests that arrive meanwhile wait. Returns when none runs any more."""
+        await self.call_utility("pause", mode, clear_cache)
+
+    async def resume(self) -> None:
+        """Go on after `pause`, with what arrived meanwhile. Nothing happens unless the engine is paused."""
+        await self.call_utility("resume")
+
+    async def is_paused(self) -> bool:
+        """Whether no steps are run, because of `pause` or `sleep`."""
+        return bool(await self.call_utility("is_paused"))
+
+    async def sleep(self, level: int = 1, *, mode: str = "abort") -> None:
+        """Run no more steps and give memory back until `wake_up`; requests that arrive meanwhile wait."""
+        await self.call_utility("sleep", level, mode)
+
+    async def wake_up(self, tags: Iterable[str] | None = None) -> None:
+        """Take back what `sleep` gave away; when nothing is missing any more, steps are run again (unless paused)."""
+        await self.call_utility("wake_up", tags)
+
+    async def is_sleeping(self) -> bool:
+        """Whether something that `sleep` gave away is still missing."""
+        return bool(await self.call_utility("is_sleeping"))
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes; False while requests hold blocks."""
+        return bool(await self.call_utility("reset_prefix_cache"))
+
+    async def collective_rpc(
+        self,
+        method: WorkerMethod,
+        timeout: float | None = None,  # noqa: ASYNC109  vLLM's name; the workers keep to it
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a worker method by name, or a function that takes the worker first, on every worker; results by rank."""
+        return list(await self.call_utility("collective_rpc", method, timeout, args, kwargs))
+
+    async def execute_dummy_batch(self) -> None:
+        """Run one forward pass on a token of nobody, on every worker."""
+        await self.call_utility("execute_dummy_batch")
+
+    async def start_profile(self, prefix: str | None = None) -> None:
+        """Record what workers compute with torch's profiler, until `stop_profile`."""
+        await self.call_utility("profile", True, prefix)
+
+    async def stop_profile(self) -> list[str]:
+        """Write the traces, for Perfetto or chrome://tracing; their paths by rank, each on its worker's node."""
+        return list(await self.call_utility("profile", False))
+
+    async def update_config(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
+        """Change engine options while it runs: all of these, or none. Returns those that can be changed."""
+        return dict(await self.call_utility("update_config", dict(overrides)))
