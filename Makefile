@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+CLIENTS := $(VENV)/.clients
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export RAY_DISABLE_IMPORT_WARNING ?= 1
@@ -13,7 +14,7 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
-test: $(STAMP)
+test: $(STAMP) $(CLIENTS)
 	$(BIN)/python -m pytest -m "not soak"
 
 lint: $(STAMP)
@@ -38,6 +39,11 @@ $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade-strategy only-if-needed -e '.[dev]'
 	touch $(STAMP)
+
+# Other people's clients (lm-eval, instructor), which tests try against the server.
+$(CLIENTS): $(STAMP)
+	$(BIN)/python -m pip install --quiet --upgrade-strategy only-if-needed -e '.[clients]'
+	touch $(CLIENTS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -7,8 +7,13 @@ from typing import Annotated
 
 import typer
 
+from engine_actors.cli.bench import app as bench_app
+from engine_actors.cli.chat import chat_command
+from engine_actors.cli.collect_env import collect_env_command
 from engine_actors.cli.fetch_model import fetch_model_command
 from engine_actors.cli.generate import generate_command
+from engine_actors.cli.run_batch import run_batch_command
+from engine_actors.cli.serve import serve
 
 app = typer.Typer(
     name="engine-actors",
@@ -18,8 +23,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command("serve")(serve)
 app.command("generate")(generate_command)
+app.command("chat")(chat_command)
+app.add_typer(bench_app, name="bench")
+app.command("run-batch")(run_batch_command)
 app.command("fetch-model")(fetch_model_command)
+app.command("collect-env")(collect_env_command)
 
 
 @app.callback()

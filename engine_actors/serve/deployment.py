@@ -10,12 +10,13 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator
-from contextlib import suppress
+from contextlib import aclosing
 from typing import Any
 
 from engine_actors.async_llm import AsyncLLM
 from engine_actors.ray_places import place_of_this_process
 from engine_actors.serve.app import create_app
+from engine_actors.serve.asgi_call import Answer, call_app, whole_answer
 from engine_actors.serve.llm_config import LLMConfig
 from engine_actors.serve.models import ServedModel
 from engine_actors.serve.ray_metrics import RayMetricsExporter
@@ -74,53 +75,13 @@ class LLMServer:
 
     async def relay(self, scope: dict[str, Any], body: bytes) -> AsyncGenerator[list[dict[str, Any]], None]:
         """The app's answer, as lists of the ASGI messages there are. Closing it cancels the request."""
-        messages: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
-        working = asyncio.create_task(self._call_app(scope, body, messages))
-        try:
-            while (message := await messages.get()) is not None:
-                batch = [message]
-                while not messages.empty():
-                    later = messages.get_nowait()
-                    if later is None:
-                        messages.put_nowait(None)
-                        break
-                    batch.append(later)
+        async with aclosing(call_app(self._app, scope, body)) as batches:
+            async for batch in batches:
                 yield batch
-            await working
-        finally:
-            working.cancel()
-            with suppress(asyncio.CancelledError):
-                await working
 
-    async def answer(self, scope: dict[str, Any], body: bytes) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
+    async def answer(self, scope: dict[str, Any], body: bytes) -> Answer:
         """The app's whole answer: status, headers, body."""
-        status, headers, parts = 500, [], []
-        async for batch in self.relay(scope, body):
-            for message in batch:
-                if message["type"] == "http.response.start":
-                    status, headers = message["status"], message["headers"]
-                else:
-                    parts.append(message.get("body", b""))
-        return status, headers, b"".join(parts)
-
-    async def _call_app(
-        self, scope: dict[str, Any], body: bytes, messages: asyncio.Queue[dict[str, Any] | None]
-    ) -> None:
-        requests = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def receive() -> dict[str, Any]:
-            if requests:
-                return requests.pop()
-            await asyncio.Event().wait()  # a client that leaves cancels this call
-            raise AssertionError("never reached")
-
-        async def send(message: Any) -> None:
-            messages.put_nowait(message)
-
-        try:
-            await self._app({**scope, "asgi": {"version": "3.0"}, "root_path": "", "state": {}}, receive, send)
-        finally:
-            messages.put_nowait(None)
+        return await whole_answer(self._app, scope, body)
 
     async def abort_all(self) -> int:
         """End every request in flight; how many."""

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-Answer = tuple[int, list[tuple[bytes, bytes]], bytes]
-"""Status, headers, body of one model's answer."""
+from engine_actors.serve.asgi_call import Answer
+
 DROPPED_HEADERS = (b"content-length", b"x-request-id")
 
 

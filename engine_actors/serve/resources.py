@@ -130,6 +130,45 @@ def deployment_options(config: LLMConfig, resources: ReplicaResources) -> dict[s
     return options
 
 
+def room_problem(config: LLMConfig) -> str | None:
+    """Why the cluster as it is could not hold a replica even when idle, with what its nodes have; None if it could."""
+    resources = replica_resources(config)
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    rooms = [dict(node["Resources"]) for node in nodes]
+    strict = resources.strategy == "STRICT_PACK"
+    bundles = [_sum(resources.bundles)] if strict else resources.bundles
+    for bundle in sorted(bundles, key=lambda bundle: -max(bundle.values())):
+        room = next((room for room in rooms if all(room.get(name, 0.0) >= need for name, need in bundle.items())), None)
+        if room is None:
+            break
+        for name, need in bundle.items():
+            room[name] -= need
+    else:
+        return None
+    needed = " + ".join(_shown(bundle) for bundle in bundles)
+    names = _sum(bundles)
+    has = ", ".join(
+        f"node {node['NodeManagerAddress']}: {_shown({name: node['Resources'].get(name, 0.0) for name in names})}"
+        for node in nodes
+    )
+    return (
+        f"a replica of {config.model_id} needs {needed} ({resources.strategy}), more than the cluster can give: {has}. "
+        f"Use fewer workers (tensor_parallel_size, pipeline_parallel_size) or fewer CPUs each (num_cpus_per_worker)"
+    )
+
+
+def _sum(bundles: list[dict[str, float]]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for bundle in bundles:
+        for name, amount in bundle.items():
+            total[name] = total.get(name, 0.0) + amount
+    return total
+
+
+def _shown(resources: dict[str, float]) -> str:
+    return "{" + ", ".join(f"{amount:g} {name}" for name, amount in resources.items()) + "}"
+
+
 def deployment_name(model_id: str) -> str:
     """As ray.serve.llm names them: Serve allows no slashes there."""
     return "LLMServer:" + model_id.replace("/", "--").replace(".", "_")

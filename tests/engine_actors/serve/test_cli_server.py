@@ -1,0 +1,211 @@
+"""`engine-actors serve` with a real model, and everything that talks to it: curl, chat, bench, run-batch, other clients."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from typer.testing import CliRunner
+
+from engine_actors.cli.main import app
+from engine_actors.serve.direct import free_ports, haproxy_binary
+from tests.engine_actors.serve.cli_server import CliServer, cli_server, command, environment
+
+pytestmark = [pytest.mark.ray, pytest.mark.model]
+WAIT_S = 120
+runner = CliRunner()
+
+
+@pytest.fixture(scope="module")
+def server(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CliServer]:
+    (port,) = free_ports(1)
+    config = tmp_path_factory.mktemp("config") / "server.yaml"
+    # float32, so that log-probabilities can be compared with transformers'.
+    config.write_text(
+        f"model: {smollm2_dir}\nport: 1\nmax-model-len: 1k\ndtype: float32\nenable_tokenizer_info_endpoint: true\n"
+    )
+    arguments = ("--config", str(config), "--port", str(port), "--served-model-name", "smollm2")
+    with cli_server(*arguments, "--num-gpu-blocks-override", "512", "--max-num-seqs", "64") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: CliServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=WAIT_S) as made:
+        yield made
+
+
+def test_it_prints_what_a_newcomer_needs(server: CliServer) -> None:
+    assert f"Serving smollm2 at {server.url}/v1" in server.text
+    assert "KV cache: 511 blocks of 16 tokens" in server.text
+    answer = subprocess.run(shlex.split(server.curl), capture_output=True, text=True, timeout=WAIT_S, check=True)
+    assert json.loads(answer.stdout)["choices"][0]["message"]["content"]
+
+
+def test_the_command_line_wins_over_the_config_file(server: CliServer) -> None:
+    (card,) = httpx.get(f"{server.url}/v1/models", timeout=WAIT_S).json()["data"]
+    assert (card["id"], card["max_model_len"]) == ("smollm2", 1000)
+    assert httpx.get(f"{server.url}/tokenizer_info", timeout=WAIT_S).status_code == 200
+
+
+def test_it_listens_on_localhost_alone(server: CliServer) -> None:
+    import psutil
+
+    root = psutil.Process(server.process.pid)
+    proxies = [child for child in root.children(recursive=True) if "haproxy" in child.name()]
+    if haproxy_binary() is not None:
+        assert proxies
+    for proxy in proxies:
+        listening = [each.laddr.ip for each in proxy.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+        assert set(listening) <= {"127.0.0.1"}
+
+
+def test_streams_through_the_proxy(client: openai.OpenAI) -> None:
+    chunks = client.completions.create(
+        model="smollm2", prompt="The capital of France is", max_tokens=8, temperature=0, stream=True
+    )
+    texts = [chunk.choices[0].text for chunk in chunks]
+    assert "".join(texts).startswith(" Paris")
+    assert len(texts) == 8
+
+
+def test_chat_answers_once(server: CliServer) -> None:
+    arguments = ["chat", "--url", f"{server.url}/v1", "-q", "What is the capital of France?", "--temperature", "0"]
+    result = runner.invoke(app, [*arguments, "--max-tokens", "20", "--stats"])
+    assert result.exit_code == 0, result.output
+    assert "Paris" in result.stdout
+    assert "first token after" in result.stdout
+
+
+def test_chat_keeps_the_conversation(server: CliServer) -> None:
+    arguments = ["chat", "--url", f"{server.url}/v1", "--temperature", "0", "--max-tokens", "24"]
+    lines = "My name is Oliver.\nWhat is my name?\n/help\n/reset\n/quit\n"
+    result = runner.invoke(app, arguments, input=lines)
+    assert result.exit_code == 0, result.output
+    assert "Oliver" in result.stdout.split("> ")[2]
+
+
+def test_chat_without_a_server_says_what_to_do() -> None:
+    (port,) = free_ports(1)
+    result = runner.invoke(app, ["chat", "--url", f"http://127.0.0.1:{port}/v1", "-q", "Hi"])
+    assert result.exit_code == 1
+    assert "start one with `engine-actors serve MODEL`" in result.stderr
+
+
+@pytest.mark.parametrize("backend", ["openai", "openai-chat"])
+def test_bench_serve_has_vllms_keys(server: CliServer, smollm2_dir: Path, tmp_path: Path, backend: str) -> None:
+    arguments = [
+        "bench", "serve", "--base-url", server.url, "--backend", backend, "--tokenizer", str(smollm2_dir),
+        "--num-prompts", "6", "--input-len", "16", "--output-len", "5", "--max-concurrency", "3",
+        "--request-rate", "20,40", "--plot", str(tmp_path / "latency.png"), "--goodput", "ttft:60000",
+        "--metric-percentiles", "50,99", "--save-result", "--result-dir", str(tmp_path), "--result-filename", "r.json",
+    ]  # fmt: skip
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    figures = json.loads((tmp_path / "r.json").read_text())
+    assert (figures["completed"], figures["failed"], figures["total_output_tokens"]) == (6, 0, 30)
+    if backend == "openai":
+        assert figures["total_input_tokens"] == 96
+    assert figures["request_goodput"] == figures["request_throughput"]
+    for metric in ("ttft", "tpot", "itl"):
+        assert 0 < figures[f"median_{metric}_ms"] <= figures[f"p99_{metric}_ms"]
+    assert figures["max_concurrent_requests"] <= 3
+    assert (tmp_path / "latency.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_run_batch_through_the_server_and_again(server: CliServer, tmp_path: Path) -> None:
+    body = {"model": "smollm2", "prompt": "One, two,", "max_tokens": 4, "temperature": 0}
+    requests = [
+        {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body},
+        {"custom_id": "b", "method": "POST", "url": "/v1/completions", "body": {**body, "temperature": 9}},
+        {"custom_id": "c", "method": "POST", "url": "/v1/embeddings", "body": body},
+    ]
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join(map(json.dumps, requests)) + "\nno json\n")
+    arguments = ["run-batch", "-i", str(source), "-o", str(target), "--url", server.url]
+    assert runner.invoke(app, arguments).exit_code == 0
+    answers = {answer["custom_id"]: answer for answer in map(json.loads, target.read_text().splitlines())}
+    assert answers["a"]["response"]["body"]["choices"][0]["text"] == " three, four"
+    assert answers["a"]["error"] is None
+    assert answers["b"]["response"]["status_code"] == 400
+    assert "temperature" in answers["b"]["error"]["message"]
+    assert "url must be one of" in answers["c"]["error"]["message"]
+    assert "line 4 is no JSON" in answers[None]["error"]["message"]
+    # A run that was cut off in the middle of a line goes on behind the last whole one.
+    kept = json.dumps({**answers["a"], "id": "kept"})
+    target.write_text(kept + "\n" + '{"custom_id": "b", "resp')
+    assert runner.invoke(app, arguments).exit_code == 0
+    again = list(map(json.loads, target.read_text().splitlines()))
+    assert again[0]["id"] == "kept"
+    assert [answer["custom_id"] for answer in again].count("a") == 1
+    assert {answer["custom_id"] for answer in again} == {"a", "b", "c", None}
+
+
+def test_lm_eval_gets_transformers_log_likelihoods(server: CliServer, smollm2_dir: Path, tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed (the extra `clients`)")
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    questions = [
+        ("The capital of France is", [" Paris", " London"]),
+        ("Two plus two is", [" four", " a fish"]),
+        ("The opposite of hot is", [" cold", " seven"]),
+    ]
+    data = [{"question": question, "choices": choices, "answer": 0} for question, choices in questions]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, data)))
+    (tmp_path / "task.yaml").write_text(
+        "task: facts\ndataset_path: json\ntest_split: test\noutput_type: multiple_choice\n"
+        f"dataset_kwargs: {{data_files: {{test: {tmp_path}/data.jsonl}}}}\n"
+        'doc_to_text: "{{question}}"\ndoc_to_choice: "{{choices}}"\ndoc_to_target: answer\ntarget_delimiter: ""\n'
+        "metric_list: [{metric: acc}]\n"
+    )
+    model_args = (
+        f"model=smollm2,base_url={server.url}/v1/completions,tokenizer={smollm2_dir},tokenizer_backend=huggingface,"
+        "num_concurrent=2,max_retries=1,tokenized_requests=True"
+    )
+    arguments = ["--model", "local-completions", "--tasks", "facts", "--include_path", str(tmp_path),
+                 "--model_args", model_args, "--output_path", str(tmp_path / "out"), "--log_samples"]  # fmt: skip
+    run = subprocess.run(
+        [command()[0], "-m", "lm_eval", *arguments], env=environment(HF_HOME=str(tmp_path / "hf")),
+        capture_output=True, text=True, timeout=WAIT_S,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-3000:]
+    (samples,) = (tmp_path / "out").rglob("samples_facts_*.jsonl")
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_dir)
+    model = AutoModelForCausalLM.from_pretrained(smollm2_dir, dtype=torch.float32)
+    for sample in map(json.loads, samples.read_text().splitlines()):
+        question, choices = questions[sample["doc_id"]]
+        start = len(tokenizer.encode(question))
+        for choice, response in zip(choices, sample["resps"], strict=True):
+            token_ids = torch.tensor([tokenizer.encode(question + choice)])
+            with torch.inference_mode():
+                logprobs = model(token_ids).logits[0].log_softmax(-1)
+            wanted = sum(logprobs[at - 1, token_ids[0, at]].item() for at in range(start, token_ids.shape[1]))
+            assert float(response[0][0]) == pytest.approx(wanted, abs=2e-3)
+
+
+def test_instructor_gets_objects(client: openai.OpenAI) -> None:
+    instructor = pytest.importorskip("instructor", reason="instructor is not installed (the extra `clients`)")
+    from pydantic import BaseModel
+
+    class City(BaseModel):
+        name: str
+        country: str
+
+    for mode in (instructor.Mode.JSON_SCHEMA, instructor.Mode.TOOLS):
+        city: Any = instructor.from_openai(client, mode=mode).chat.completions.create(
+            model="smollm2",
+            response_model=City,
+            messages=[{"role": "user", "content": "Paris is the capital of France. Give name and country."}],
+            temperature=0,
+            max_tokens=80,
+            max_retries=0,
+        )
+        assert isinstance(city, City)
