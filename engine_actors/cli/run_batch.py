@@ -12,7 +12,7 @@ from uuid import uuid4
 
 import typer
 
-from engine_actors.cli.common import EngineOptions, errors_for_people, parse_options
+from engine_actors.cli.common import errors_for_people, parse_options
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
 EXAMPLES = """
@@ -50,7 +50,10 @@ def run_batch_command(
         list[str] | None, typer.Option(help="Name in the requests, may be repeated. Default: any is taken for MODEL.")
     ] = None,
     max_concurrency: Annotated[int, typer.Option(help="Requests under way at once.")] = 256,
-    option: EngineOptions = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option("--option", metavar="NAME=VALUE", help="An engine option with --model; may be repeated."),
+    ] = None,
 ) -> None:
     """Answer the requests of an OpenAI batch file."""
     from engine_actors.errors import EngineDeadError, EngineStartupError
@@ -169,6 +172,8 @@ Run = Callable[[list[BatchLine], Path, int], Awaitable[None]]
 
 def _through_server(url: str, api_key: str | None) -> Callable[[list[BatchLine], Path, int], Any]:
     async def run(lines: list[BatchLine], output_file: Path, max_concurrency: int) -> None:
+        import aiohttp
+
         from engine_actors.bench.load import make_session
 
         headers = {"Content-Type": "application/json"}
@@ -179,8 +184,11 @@ def _through_server(url: str, api_key: str | None) -> Callable[[list[BatchLine],
 
             async def ask(path: str, body: bytes, request_id: str) -> tuple[int, bytes]:
                 sent = {**headers, "X-Request-Id": request_id}
-                async with session.post(base + path, data=body, headers=sent) as response:
-                    return response.status, await response.read()
+                try:
+                    async with session.post(base + path, data=body, headers=sent) as response:
+                        return response.status, await response.read()
+                except aiohttp.ClientError as error:  # another run asks again
+                    return 503, f"the server cannot be reached: {error}".encode()
 
             await answer_all(lines, output_file, ask, max_concurrency)
 

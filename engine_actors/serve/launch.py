@@ -146,8 +146,9 @@ def _start_ray(address: str | None, say: Say) -> bool:
     try:
         ray.init(address, include_dashboard=False if address is None else None, log_to_driver=False,
                  logging_level=logging.WARNING, namespace="engine-actors")  # fmt: skip
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        raise LaunchError(f"Ray cannot be reached at {address!r}: {error}") from error
+    except Exception as error:  # Ray raises plain Exceptions here too
+        where = "started on this machine" if address is None else f"reached at {address!r}"
+        raise LaunchError(f"Ray cannot be {where}: {error}") from error
     return address is None
 
 

@@ -1,4 +1,4 @@
-"""`engine-actors serve` with a real model, and everything that talks to it: curl, chat, bench, run-batch, other clients."""
+"""`engine-actors serve` with a real model, and what talks to it: curl, chat, bench, run-batch, lm-eval, instructor."""
 
 from __future__ import annotations
 
