@@ -22,6 +22,7 @@ from scheduler.output import (
 from scheduler.request import EngineCoreRequest, Request, RequestStatus
 from scheduler.sampling_params import SamplingParams
 from scheduler.scheduler import Scheduler
+from tests.scheduler.fake_grammars import FakeGrammars, Form
 from tests.scheduler.fake_worker import FakeWorker, reference_tokens, windows
 
 
@@ -79,12 +80,14 @@ class Harness:
         self.depth = depth
         pipeline = depth > 1 and not async_scheduling
         self.now_s = 0.0
+        self.grammars = FakeGrammars()
         self.scheduler = Scheduler(
             self.config,
             CacheConfig(block_size=block_size, enable_prefix_caching=caching),
             self.kv_config,
             max_concurrent_batches=depth,
             send_known_tokens=pipeline,
+            grammars=self.grammars,
             clock=lambda: self.now_s,
         )
         self.worker = FakeWorker(self.kv_config)
@@ -136,14 +139,17 @@ class Harness:
         running = {request: request.num_remaining_tokens for request in self.scheduler._running}
         message = self.scheduler.schedule()
         if message is None:
-            assert self.in_flight or not self.scheduler.has_runnable_requests, "work remains, and nothing is scheduled"
+            idle = not self.scheduler.has_runnable_requests or self.scheduler.waits_for_grammars_only
+            assert self.in_flight or idle, "work remains, and nothing is scheduled"
         else:
             self.messages.append(message)
+            self._fill_bitmask(message)
             result = self.worker.execute(message)
             if self.first_stage is not None:
                 self.first_stage.execute(message)
             self._check_step(message, running)
             self.in_flight.append((message, result, self.worker.writes, self.worker.batch))
+        self._take_ends()
         self.check()
         return message
 
@@ -156,6 +162,7 @@ class Harness:
         message, result, _, _ = self.in_flight.popleft()
         outputs = self.scheduler.update_from_output(message, result)
         self._take(outputs)
+        self._take_ends()
         self.check()
         return outputs
 
@@ -187,7 +194,24 @@ class Harness:
         self.check_results()
         self.check_nothing_left()
 
+    def _take_ends(self) -> None:
+        """Requests that their grammar ended."""
+        if self.scheduler._ended_without_step:
+            self._take(self.scheduler.take_outputs())
+
     # ---- what must hold
+
+    def _fill_bitmask(self, message: SchedulerOutput) -> None:
+        """As EngineCore, if the step has grammars. Each mask is that of the token after all known ones."""
+        if not message.has_structured_output:
+            return
+        self.scheduler.fill_bitmask()
+        assert self.grammars.filled
+        for row, request_id in self.grammars.filled:
+            request = self.scheduler._requests[request_id]
+            assert request.row == row
+            assert row in unpack_int32(message.rows)
+            assert request.num_computed_tokens == len(request.token_ids), "the token before is not known"
 
     def expected(self, sent: Sent) -> tuple[tuple[int, ...], FinishReason, int | None]:
         """Tokens, reason and stop_reason of a request, from the reference."""
@@ -198,12 +222,19 @@ class Harness:
         if params.max_tokens is not None:
             length_limit = min(length_limit, params.max_tokens)
         limit = min(length_limit, self.scheduler._limits.pool_tokens + 1 - len(sent.prompt))
+        form = None if params.structured_outputs is None else Form.of(params.structured_outputs)
+        if form is not None and form.refused:
+            return (), FinishReason.ERROR, None
         tokens = reference_tokens(
             sent.prompt, params.seed or 0, windows(self.kv_config), limit, frozenset(stops), params.min_tokens
         )
         for index, token in enumerate(tokens):
+            if form is not None and index == form.fails_at:
+                return tokens[:index], FinishReason.ERROR, None
             if token in stops and index + 1 >= params.min_tokens:
                 return tokens[: index + 1], FinishReason.STOP, None if token in eos else token
+            if form is not None and index + 1 == form.end:
+                return tokens[: index + 1], FinishReason.STOP, None
         return tokens, FinishReason.LENGTH if limit == length_limit else FinishReason.ERROR, None
 
     def check_results(self) -> None:
@@ -233,6 +264,8 @@ class Harness:
         assert not scheduler._rows.retired
         assert not scheduler._in_flight
         assert not scheduler._ended_without_step
+        assert self.grammars.is_empty
+        assert scheduler._num_waiting == 0
 
     def check(self) -> None:
         """The invariants between calls."""
@@ -261,7 +294,11 @@ class Harness:
             self._check_running(request, block_size)
         waiting = sum(request.status is RequestStatus.WAITING for request in scheduler._requests.values())
         assert len(scheduler._waiting) + len(scheduler._gate.held) == waiting
-        assert len(scheduler._requests) == waiting + len(scheduler._running)
+        without_grammar = [
+            request for request in scheduler._requests.values() if request.status is RequestStatus.WAITING_FOR_GRAMMAR
+        ]
+        assert scheduler._num_waiting == waiting + len(without_grammar)
+        assert len(scheduler._requests) == scheduler._num_waiting + len(scheduler._running)
         assert sum(scheduler._requests_of_client.values()) == len(scheduler._requests)
 
     def _check_running(self, request: Request, block_size: int) -> None:

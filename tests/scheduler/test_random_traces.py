@@ -15,6 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from scheduler.errors import QueueFullError, RequestRefusedError
+from scheduler.structured_params import StructuredOutputsParams
+from tests.scheduler.fake_grammars import form
 from tests.scheduler.fake_worker import VOCABULARY
 from tests.scheduler.harness import Harness
 
@@ -73,7 +75,18 @@ def arrival(rng: random.Random, max_model_len: int) -> dict[str, Any]:
         "priority": rng.randint(0, 2),
         "cache_salt": rng.choice([None, None, None, "", "tenant"]),
         "client_index": rng.choice([0, 0, 0, 1]),
+        "structured_outputs": grammar(rng) if rng.random() < 0.25 else None,
     }
+
+
+def grammar(rng: random.Random) -> StructuredOutputsParams:
+    """Mostly at hand or soon, and complete after a few tokens; some are refused, some matchers fail."""
+    return form(
+        delay=rng.choice([0, 0, 1, 5, 30]),
+        end=rng.choice([1, 5, 12, 1000]),
+        fails_at=rng.choice([None, None, None, None, 0, 3]),
+        refused=rng.random() < 0.1,
+    )
 
 
 def play(rng: random.Random) -> Harness:
@@ -113,7 +126,7 @@ def add(harness: Harness, request: dict[str, Any]) -> None:
         error = None
     if isinstance(error, QueueFullError):
         assert config.max_num_queued_requests is not None
-        assert len(scheduler._waiting) >= config.max_num_queued_requests
+        assert scheduler._num_waiting >= config.max_num_queued_requests
     else:
         assert (error is not None) == too_long
 
