@@ -17,7 +17,7 @@ from executors.base import ExecutorFailedError
 
 logger = logging.getLogger(__name__)
 
-FRUITLESS_PER_ATTEMPT = 2
+FRUITLESS_PER_ATTEMPT = 4
 """Recoveries in a row without a finished step that end the engine, as a multiple of max_recovery_attempts: enough for
 a few requests that crash the workers to be found one after another."""
 ABANDON_S = 10.0

@@ -17,6 +17,7 @@ from engine_actors.input_processor import PromptType
 from engine_actors.llm import as_conversation_list
 from engine_actors.outputs import RequestOutput
 from engine_actors.ray_places import place_of_this_process
+from engine_actors.replay import RecoveryStats
 from engine_actors.utilities import AsyncUtilities
 from scheduler.sampling_params import RequestOutputKind, SamplingParams
 
@@ -130,6 +131,10 @@ class EngineActor(AsyncUtilities):
         """True; raises EngineDeadError when the engine has failed or its step loop is stuck."""
         await self._llm.check_health()
         return True
+
+    async def recovery_stats(self) -> RecoveryStats:
+        """What recoveries cost so far (`recovery="replay"`), and whether one is under way."""
+        return self._llm.recovery_stats
 
     async def where(self) -> dict[str, str]:
         """Node and process of each part."""

@@ -149,7 +149,7 @@ async def test_a_request_that_keeps_killing_the_engine_ends_alone(start: Start, 
         await read(poison)
     results = await asyncio.gather(*map(read, streams))
     assert results == [expected_tokens(p, NUM_TOKENS) for p in PROMPTS]
-    assert engine.recovery_stats.recoveries == 3
+    assert 3 <= engine.recovery_stats.recoveries <= 4  # as one or two crashes had others in the engine
     assert await read(await engine.add_request([5], GREEDY)) == expected_tokens([5], NUM_TOKENS)
 
 

@@ -166,15 +166,22 @@ def test_a_request_goes_on_after_the_tokens_it_had_in_another_engine(mode: str) 
         assert second.sent["0"].finished == first.sent["0"].finished
 
 
-def test_probation_blames_only_who_is_on_trial() -> None:
+def test_probation_blames_who_crashed_the_engine_alone_twice() -> None:
     probation = Probation()
-    assert probation.crash({"a", "b"}) is None
+    assert probation.crash(["a", "b"]) is None
     assert probation.trial is None
     probation.clear("b")
-    assert probation.crash({"a", "b"}) is None
+    assert probation.crash(["a", "b"]) is None
     assert probation.trial == "a"
-    assert probation.crash(set()) is None
-    assert probation.crash({"a"}) == "a"
+    assert probation.crash([]) is None
+    assert probation.crash(["a"]) is None
+    assert probation.crash(["a"]) == "a"
     assert probation.trial is None
     probation.clear("b")
+    assert not probation
+
+
+def test_a_request_that_is_always_alone_is_blamed_when_its_replay_has_crashed_twice() -> None:
+    probation = Probation()
+    assert [probation.crash(["a"]) for _ in range(3)] == [None, None, "a"]
     assert not probation
