@@ -7,6 +7,7 @@ without a feature pay nothing for it.
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,9 +18,15 @@ from executors.penalties import Penalties
 from executors.token_limits import AllowedTokens, BadWords, LogitBias
 from scheduler.output import NewRequestData
 
+logger = logging.getLogger(__name__)
+
 
 class LogitsPipeline:
-    """All processors of a worker in their order: masks and biases, the user's own, penalties."""
+    """All processors of a worker in their order: masks and biases, the user's own, penalties.
+
+    When a processor of the user's own raises, the requests it was to process end, and no others: in `set_row` the one
+    request, in `apply` all that use it in that step, since their logits may be half changed.
+    """
 
     def __init__(self, batch: BatchView, custom: Sequence[type[LogitsProcessor]] = ()) -> None:
         kinds: list[type[LogitsProcessor]] = [AllowedTokens, BadWords, MinTokens, LogitBias, *custom, Penalties]
@@ -27,12 +34,20 @@ class LogitsPipeline:
         # One column for each processor: the rows that use it.
         self._users = np.zeros((len(kinds), batch.max_num_seqs), dtype=np.bool_)
         self._is_used = np.zeros(batch.max_num_seqs, dtype=np.bool_)
+        self._custom = tuple(custom)
+        self._broken_rows: dict[int, str] = {}
+        self._failures: dict[int, str] = {}
 
     def set_row(self, row: int, request: NewRequestData) -> None:
         """`request` now owns `row`."""
+        self._broken_rows.pop(row, None)
         for users, processor in zip(self._users, self._processors, strict=True):
-            users[row] = processor.set_row(row, request)
-        self._is_used[row] = self._users[:, row].any()
+            try:
+                users[row] = processor.set_row(row, request)
+            except Exception as error:
+                users[row] = False
+                self._broken_rows[row] = self._failure_of(processor, error)
+        self._is_used[row] = self._users[:, row].any() or row in self._broken_rows
 
     def is_used(self, rows: np.ndarray) -> bool:
         """Whether `apply` would change logits of these rows."""
@@ -54,8 +69,28 @@ class LogitsPipeline:
         for users, processor in zip(self._users[:, rows], self._processors, strict=True):
             indices = users.nonzero()[0]
             if len(indices):
-                processor.apply(logits, rows[indices], indices)
+                try:
+                    processor.apply(logits, rows[indices], indices)
+                except Exception as error:
+                    text = self._failure_of(processor, error)
+                    self._failures |= dict.fromkeys(indices.tolist(), text)
+        if self._broken_rows:
+            broken = {index: self._broken_rows.get(row) for index, row in enumerate(rows.tolist())}
+            self._failures |= {index: text for index, text in broken.items() if text is not None}
         return logits
+
+    def take_failures(self) -> dict[int, str]:
+        """By index into the logits that `apply` got last, rows that the user's own processors failed on, and why."""
+        failures, self._failures = self._failures, {}
+        return failures
+
+    def _failure_of(self, processor: LogitsProcessor, error: Exception) -> str:
+        """The text for the request. What the engine's own processors raise is a bug, and goes on up."""
+        if not isinstance(processor, self._custom):
+            raise error
+        name = f"{type(processor).__module__}.{type(processor).__qualname__}"
+        logger.error("The logits processor %s failed; the requests it was to process end", name, exc_info=error)
+        return f"the logits processor {name} failed: {type(error).__name__}: {error}"
 
 
 def load_logits_processor(name: str) -> type[LogitsProcessor]:

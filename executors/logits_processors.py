@@ -46,7 +46,9 @@ class LogitsProcessor(ABC):
             def apply(self, logits: torch.Tensor, rows: np.ndarray, indices: np.ndarray) -> None:
                 logits[torch.from_numpy(indices), 1::2] = float("-inf")
 
-    What it does to a row must depend on that row alone (its parameters and tokens), or batching would change results.
+    What it does to a row must depend on that row alone (its parameters and tokens), or batching would change results;
+    and it must do the same on all ranks, each of which runs it. Where `set_row` raises, that request ends with an
+    error; where `apply` raises, all requests that use the processor in that step.
     """
 
     def __init__(self, batch: BatchView) -> None:

@@ -25,13 +25,10 @@ from executors.step_compute import StepCompute
 from kv.spec import KVCacheConfig
 from scheduler.config import SchedulerConfig
 from scheduler.logprobs import PromptLogprobs
-from scheduler.output import ModelRunnerOutput, SchedulerOutput, pack_int32
+from scheduler.output import ModelRunnerOutput, RowFailure, SchedulerOutput, pack_int32
 from scheduler.structured_output import GrammarBitmask
 
-
-class NotANumberError(RuntimeError):
-    """A request's logits are not numbers: its weights or activations overflowed. The text names the request."""
-
+NOT_NUMBERS = "its logits are not numbers (NaN or infinite): weights or activations overflowed"
 
 PROMPT_LOGITS_ROWS = 64
 """Prompt positions whose logits are there at once."""
@@ -108,7 +105,6 @@ class ModelRunner:
 
         Raises:
             InvalidStepError: The step does not continue what this worker knows.
-            NotANumberError: A greedy row has no largest logit.
         """
         batch = self._require_batch()
         if self._pending is not None:
@@ -124,8 +120,8 @@ class ModelRunner:
         if not self._parallel.is_last_stage:
             return None
         if wanted is Wanted.GREEDY and len(sampling_rows):
-            token_ids = self._append_tokens(output.step, sampling_rows, self._compute.greedy_tokens())
-            return ModelRunnerOutput(output.step, token_ids)
+            tokens, failures = _without_overflow(self._compute.greedy_tokens(), {})
+            return ModelRunnerOutput(output.step, self._append_tokens(sampling_rows, tokens), failures=failures)
         prompt_logprobs = self._prompt_logprobs(rows) if wanted is Wanted.ANY_ROW else []
         logits = self._compute.sampled_logits() if len(sampling_rows) else None
         self._pending = _PendingSampling(output.step, sampling_rows, logits, prompt_logprobs)
@@ -162,15 +158,16 @@ class ModelRunner:
         if bitmask is not None:
             self._apply_bitmask(logits, rows, bitmask)
         tokens = sample(logits, batch.sampling.columns(rows, positions, self._device))
+        tokens, failures = _without_overflow(tokens, batch.logits.take_failures())
         without_choice = _rows_without_choice(logits, tokens) if is_masked else b""
-        token_ids = self._append_tokens(pending.step, rows, tokens)
+        token_ids = self._append_tokens(rows, tokens)
         logprobs = None
         if raw_logits is not None:
             asked_tokens = tokens if asked.all() else tokens[torch.from_numpy(asked).to(self._device)]
             logprobs = spread(
                 compute_logprobs(raw_logits, asked_tokens, batch.logprobs.num_logprobs[rows[asked]]), asked
             )
-        return ModelRunnerOutput(pending.step, token_ids, logprobs, pending.prompt_logprobs, without_choice)
+        return ModelRunnerOutput(pending.step, token_ids, logprobs, pending.prompt_logprobs, without_choice, failures)
 
     def _apply_bitmask(self, logits: torch.Tensor, rows: np.ndarray, bitmask: GrammarBitmask) -> None:
         index_of = {row: index for index, row in enumerate(rows.tolist())}
@@ -221,13 +218,10 @@ class ModelRunner:
                     pieces.append(PromptLogprobs(row, start, tokens))
         return pieces
 
-    def _append_tokens(self, step: int, rows: np.ndarray, tokens: torch.Tensor) -> bytes:
+    def _append_tokens(self, rows: np.ndarray, tokens: torch.Tensor) -> bytes:
         """What `rows` drew is known from now on; as a column of the output."""
-        batch, token_ids = self._require_batch(), tokens.cpu().numpy().astype("<i4")
-        if token_ids.min() < 0:
-            names = [batch.request_ids[row] for row in rows[token_ids < 0].tolist()]
-            raise NotANumberError(f"the logits of {', '.join(map(repr, names))} are not numbers in step {step}")
-        batch.append_tokens(rows, token_ids)
+        token_ids = tokens.cpu().numpy().astype("<i4")
+        self._require_batch().append_tokens(rows, token_ids)
         return token_ids.tobytes()
 
     @torch.inference_mode()
@@ -278,6 +272,19 @@ class ModelRunner:
         if self._batch is None:
             raise RuntimeError("the model runner has no KV cache yet: call initialize_from_config first")
         return self._batch
+
+
+def _without_overflow(tokens: torch.Tensor, failures: dict[int, str]) -> tuple[torch.Tensor, list[RowFailure]]:
+    """Rows that got no token (-1) get token 0, so that steps in flight can go on with them, and a failure.
+
+    Args:
+        failures: Known already, by index; their tokens mean nothing.
+    """
+    if failures or tokens.min() < 0:
+        for index in (tokens < 0).nonzero().squeeze(-1).tolist():
+            failures.setdefault(index, NOT_NUMBERS)
+        tokens = tokens.clamp(min=0)
+    return tokens, [RowFailure(index, error) for index, error in sorted(failures.items())]
 
 
 def _rows_without_choice(logits: torch.Tensor, tokens: torch.Tensor) -> bytes:

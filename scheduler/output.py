@@ -104,6 +104,18 @@ class SchedulerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
     has_structured_output: bool = False
 
 
+class RowFailure(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """A row that cannot be sampled; it ends its request, and no other.
+
+    Attributes:
+        index: Into `sampled_token_ids`.
+        error: Why, for the caller.
+    """
+
+    index: int
+    error: str
+
+
 class ModelRunnerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """What one step produced, sent by rank 0 of the last pipeline stage to EngineCore.
 
@@ -114,6 +126,7 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=
         prompt_logprobs: One for each row that asked for them and computed prompt tokens with successors in the prompt.
         without_choice: int32 column, indices into `sampled_token_ids`: rows that no token was left for once everything
             the request forbids was masked. Their tokens mean nothing.
+        failures: Rows that got no token for another reason. Their tokens mean nothing.
     """
 
     step: int
@@ -121,6 +134,7 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: list[PromptLogprobs] = []
     without_choice: bytes = b""
+    failures: list[RowFailure] = []
 
 
 class FinishReason(enum.IntEnum):

@@ -591,8 +591,8 @@ class Scheduler:
         for piece in output.prompt_logprobs:
             step.prompt_logprobs_of[piece.row].prompt_logprobs.append(piece)
         logprobs = output.logprobs
-        if output.without_choice:
-            self._fail_without_choice(step, unpack_int32(output.without_choice))
+        if output.without_choice or output.failures:
+            self._fail_rows(step, output)
         if step.has_late:
             live = [request.status is not RequestStatus.FINISHED for request in requests]
             requests, tokens = list(compress(requests, live)), array("i", compress(tokens, live))
@@ -635,16 +635,18 @@ class Scheduler:
             for request in [other for other in self._running if other.request_id != trial]:
                 self._put_back(request)
 
-    def _fail_without_choice(self, step: DispatchedStep, indices: Iterable[int]) -> None:
-        """End the requests of a step that no token was left for."""
-        for index in indices:
-            request = step.sampling[index]
-            if request.status is not RequestStatus.FINISHED:
-                error = (
-                    f"no token is left to sample after {request.num_output_tokens} generated ones: allowed_token_ids, "
-                    f"bad_words, min_tokens, structured_outputs and logits processors together forbid all"
-                )
-                self._fail(request, error)
+    def _fail_rows(self, step: DispatchedStep, output: ModelRunnerOutput) -> None:
+        """End the requests that got no token from a step."""
+        errors = {failure.index: failure.error for failure in output.failures}
+        for index in unpack_int32(output.without_choice):
+            errors.setdefault(
+                index,
+                f"no token is left to sample after {step.sampling[index].num_output_tokens} generated ones: allowed_"
+                f"token_ids, bad_words, min_tokens, structured_outputs and logits processors together forbid all",
+            )
+        for index, error in errors.items():
+            if step.sampling[index].status is not RequestStatus.FINISHED:
+                self._fail(step.sampling[index], error)
         self._drop_finished_from_running()
         step.has_late = True
 

@@ -334,17 +334,24 @@ def test_float32_stays_with_torch_without_a_word(llama_dir: Path, caplog: pytest
     assert not [r for r in caplog.records if "native" in r.message]
 
 
-def test_logits_that_are_not_numbers_fail_the_step_and_name_the_request(tmp_path: Path) -> None:
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_logits_that_are_not_numbers_fail_their_row_alone(tmp_path: Path, bad: float) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(FAMILIES["llama"], dtype=torch.bfloat16)
-    model.model.embed_tokens.weight.data[77] = float("nan")
+    model.model.embed_tokens.weight.data[77] = bad
     model.save_pretrained(tmp_path)
     executor = make_executor(tmp_path)
     try:
         driver = StepDriver(executor, CACHE, SCHEDULER)
-        requests = [driver.add([5, 6]), driver.add([5, 77])]
-        with pytest.raises(ExecutorFailedError, match="the logits of 'r1' are not numbers in step 1"):
-            driver.run_step(requests)
+        good, broken = driver.add([5, 6]), driver.add([5, 77])
+        for _ in range(3):
+            output = driver.dispatch([good, broken]).result()
+            assert output is not None
+            (failure,) = output.failures
+            assert failure.index == 1
+            assert "not numbers (NaN or infinite)" in failure.error
+            driver.finish([good, broken], 1000, output)
+        assert driver.generate([[5, 6]], 3) == [good.token_ids[2:]]
     finally:
         executor.shutdown()
 

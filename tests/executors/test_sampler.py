@@ -187,3 +187,19 @@ def test_logits_are_not_changed() -> None:
 def test_a_random_request_without_a_seed_is_refused() -> None:
     with pytest.raises(ValueError, match="request r0: seed must be set"):
         draw(torch.zeros(1, 4), [SamplingParams()])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("vocab_size", [50, 700, MAX_SORTED_VOCABULARY + 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_are_no_numbers_draw_nothing_and_the_others_what_they_always_do(
+    dtype: torch.dtype, vocab_size: int, bad: float
+) -> None:
+    mixes = [{"temperature": 0.0}, {}, {"top_k": 5}, {"temperature": 2.0, "top_p": 0.999}]
+    params = [SamplingParams(seed=i, **mix) for i, mix in enumerate(mixes * 2)]  # type: ignore[arg-type]
+    logits = torch.randn(8, vocab_size, generator=torch.Generator().manual_seed(1)).to(dtype)
+    expected = draw(logits, params)
+    logits[4:, vocab_size // 2] = bad
+    logits[7] = bad
+    assert draw(logits, params) == [*expected[:4], -1, -1, -1, -1]
+    assert draw(logits[4:], params[4:]) == [-1] * 4

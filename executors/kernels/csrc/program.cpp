@@ -172,7 +172,7 @@ void Program::finish_argmax(const LinearOp& op, int threads) {
       if (other.index < 0) continue;
       if (best.index < 0 || other.value > best.value || (other.value == best.value && other.index < best.index)) best = other;
     }
-    ((int64_t*)op.y)[row] = best.index;
+    ((int64_t*)op.y)[row] = best.value < INFINITY ? best.index : -1;  // an infinite logit is an overflow
   }
 }
 
