@@ -333,8 +333,7 @@ class AsyncLLM(AsyncUtilities):
             while True:
                 for outputs in await self.client.get_output_async():
                     if outputs.stats is not None:
-                        for listener in self._stats_listeners:
-                            listener(outputs.stats)
+                        self._tell_listeners(outputs.stats)
                     processed = self.output_processor.process(outputs)
                     if processed.aborts:
                         self.client.abort_requests(processed.aborts)
@@ -346,6 +345,15 @@ class AsyncLLM(AsyncUtilities):
             logger.exception("The output task failed")
             self._fail_streams(EngineDeadError(f"reading the engine's outputs failed: {error!r}"))
             self.client.shutdown(0.0)
+
+    def _tell_listeners(self, stats: SchedulerStats) -> None:
+        """One that raises is not called again: figures must not end requests."""
+        for listener in list(self._stats_listeners):
+            try:
+                listener(stats)
+            except Exception:
+                logger.exception("The stats listener %r failed and is removed", listener)
+                self._stats_listeners.remove(listener)
 
     def _fail_streams(self, error: EngineDeadError) -> None:
         streams, self._streams = list(self._streams.values()), {}

@@ -52,6 +52,7 @@ class HealthReport:
         cause: Why it is dead.
         oldest_step_age_s: How long the oldest dispatched step has been running; 0 when none is.
         since_progress_s: Seconds since the loop last finished a step or found nothing to do.
+        workers_problem: What is wrong with the workers, which were just asked; None when they are well.
     """
 
     state: str
@@ -59,6 +60,7 @@ class HealthReport:
     num_steps: int
     oldest_step_age_s: float
     since_progress_s: float
+    workers_problem: str | None = None
 
 
 @dataclass(slots=True)
@@ -91,6 +93,7 @@ class EngineCoreActor:
         self._may_replay = False
         self._num_steps = 0
         self._progress_s = time.monotonic()
+        self._workers_check: asyncio.Task[None] | None = None
 
     # Methods that clients call
 
@@ -155,11 +158,30 @@ class EngineCoreActor:
         )
 
     async def health(self) -> HealthReport:
+        asked = self._state == "running" and not self._recovery.under_way
+        problem = await self._workers_problem() if asked else None
+        state = "recovering" if self._state == "running" and self._recovery.under_way else self._state
         now = time.monotonic()
         oldest = now - self._in_flight[0].dispatched_s if self._in_flight else 0.0
-        recovering = self._state == "running" and self._recovery.under_way
-        state = "recovering" if recovering else self._state
-        return HealthReport(state, self._cause, self._num_steps, oldest, now - self._progress_s)
+        return HealthReport(
+            state, self._cause, self._num_steps, oldest, now - self._progress_s, problem if state == "running" else None
+        )
+
+    async def _workers_problem(self) -> str | None:
+        """Ask the workers, busy or idle; callers that come meanwhile share the answer."""
+        if self._workers_check is None:
+            self._workers_check = asyncio.create_task(asyncio.to_thread(self._core.executor.check_health))
+            self._workers_check.add_done_callback(self._on_workers_checked)
+        try:
+            await asyncio.shield(self._workers_check)
+        except ExecutorFailedError as error:
+            return str(error)
+        return None
+
+    def _on_workers_checked(self, check: asyncio.Task[None]) -> None:
+        self._workers_check = None
+        if not check.cancelled():
+            check.exception()  # Marks it as seen: whoever asked may have given up.
 
     async def where(self) -> str:
         return place_of_this_process()

@@ -63,6 +63,7 @@ class InputProcessor:
     def __init__(self, config: EngineConfig, tokenizer: Any | None, max_model_len: int, client_index: int = 0) -> None:
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
+        self._max_token_chars: int | None = None
         resolved = resolve_model_config(config.model_config)
         self.vocab_size = resolved.vocab_size
         generation = _generation_config(resolved) if config.generation_config == "auto" else {}
@@ -196,12 +197,28 @@ class InputProcessor:
         for prompt in prompts:
             if not prompt.text:
                 raise InvalidRequestError("prompt is empty; at least one token is needed", "prompt")
+            self._check_length(prompt.text)
         texts = [prompt.text for prompt in prompts]
         encoded = self.tokenizer(
             texts, add_special_tokens=add_special_tokens, return_attention_mask=False, verbose=False
         )
         for prompt, ids in zip(prompts, encoded["input_ids"], strict=True):
             prompt.token_ids = ids
+
+    def _check_length(self, text: str) -> None:
+        """Refuse a text too long even if each of its tokens were the vocabulary's longest. Megabytes take seconds to
+        tokenise."""
+        if len(text) < self.max_model_len:
+            return
+        if self._max_token_chars is None:
+            self._max_token_chars = max(map(len, self.tokenizer.get_vocab()), default=1)
+        at_least = len(text) // self._max_token_chars
+        if at_least >= self.max_model_len:
+            raise InvalidRequestError(
+                f"This model's maximum context length is {self.max_model_len} tokens. However, the prompt has at least "
+                f"{at_least} tokens in {len(text)} characters, and at least one must be left to generate",
+                "prompt",
+            )
 
     def _check_ids(self, ids: list[int]) -> bytes:
         if not ids:

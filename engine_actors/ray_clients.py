@@ -69,6 +69,8 @@ class _RayClientBase(EngineCoreClient):
                 f"the engine is stuck: a step has been running for {report.oldest_step_age_s:.0f} s, step_timeout_s "
                 f"is {limit_s:g}"
             )
+        if report.workers_problem is not None:
+            raise EngineDeadError(f"the engine is not well: {report.workers_problem}")
 
 
 class RayClient(_RayClientBase, SyncCoreClient):

@@ -31,7 +31,8 @@ STARTUP_GRACE_S = 30.0
 """Beyond the executor's own start-up deadline, for the actor's process itself."""
 SHUTDOWN_GRACE_S = 15.0
 """Beyond the drain timeout, for stopping the workers; then the actor is killed."""
-HEALTH_TIMEOUT_S = 10.0
+HEALTH_TIMEOUT_S = 8.0
+"""Of EngineCore's answer, which itself waits for the workers' (`executors.ray_executor.HEALTH_TIMEOUT_S`)."""
 SHUT_DOWN = "the engine was shut down"
 
 
