@@ -19,6 +19,7 @@ import signal
 import statistics
 import time
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -191,10 +192,17 @@ class Chaos:
         self.engine_starts_s: list[float] = []
 
     def start_engine(self) -> None:
-        began = time.monotonic()
-        here = NodeAffinitySchedulingStrategy(self.head_id, soft=False)
-        self.engine = Engine.options(scheduling_strategy=here).remote(**self.options)
-        ray.get(self.engine.health.remote(), timeout=HANG_S)
+        for attempt in range(3):
+            began = time.monotonic()
+            here = NodeAffinitySchedulingStrategy(self.head_id, soft=False)
+            self.engine = Engine.options(scheduling_strategy=here).remote(**self.options)
+            try:
+                ray.get(self.engine.health.remote(), timeout=HANG_S)
+                break
+            except RayActorError:
+                # Ray may place parts of it on the node that was just killed, as long as it thinks that it lives.
+                if attempt == 2:
+                    raise
         self.engine_starts_s.append(time.monotonic() - began)
         self.seen_recoveries, self.seen_lost_s = 0, 0.0
 
@@ -277,6 +285,8 @@ class Chaos:
                 self.counts.wrong.append(f"{len(ends)} calls failed at the end of the run")
             return
         first, last = min(ends) - happened, max(ends) - happened
+        if first < 0:
+            self.counts.wrong.append(f"a call failed {-first:.1f} s before '{kind}'")
         limit = END_LIMIT_S + (STEP_TIMEOUT_S if kind == "stop worker" else 0.0)
         limit = NODE_LIMIT_S if kind == "kill raylet" else limit
         if last > limit:
@@ -333,11 +343,15 @@ def main() -> None:
     parser.add_argument("--layout", choices=sorted(LAYOUTS), default="tp2")
     parser.add_argument("--duration", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--report", help="also write the figures to this file")
     parser.add_argument("--options", type=json.loads, default={}, help="JSON of further engine options")
     args = parser.parse_args()
     chaos = Chaos(args.model, args.recovery, args.layout, args.seed, args.options)
     try:
-        print(json.dumps(chaos.run(args.duration), indent=1), flush=True)
+        report = json.dumps(chaos.run(args.duration), indent=1)
+        print(report, flush=True)
+        if args.report is not None:
+            Path(args.report).write_text(report)
     finally:
         chaos.close()
 
