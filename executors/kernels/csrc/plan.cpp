@@ -2,14 +2,10 @@
 
 #include <algorithm>
 #include <cstring>
-#include <unordered_map>
 
 namespace {
 
-struct Request {
-  int32_t first_token, num_tokens;  // in plan.tokens
-  int32_t shared_chunks;            // computed together with other requests
-};
+typedef AttentionPlan::Request Request;
 
 int tokens_per_item(const PlanShape& shape) {
   return std::max(1, kTileRows / std::max(1, shape.num_heads / shape.num_kv_heads));
@@ -25,8 +21,8 @@ int common_chunks(const int32_t* a, const int32_t* b, int limit, int blocks_per_
   return chunks;
 }
 
-void collect_tokens(AttentionPlan& plan, std::vector<Request>& requests, const Step& step, const StepGroup& group,
-                    const PlanShape& shape, const int64_t* rows, int64_t num_rows) {
+void collect_tokens(AttentionPlan& plan, const Step& step, const StepGroup& group, const PlanShape& shape, const int64_t* rows,
+                    int64_t num_rows) {
   int64_t next = 0;
   for (int32_t r = 0; r < step.num_reqs; r++) {
     const int32_t start = group.query_start_loc[r], stop = group.query_start_loc[r + 1];
@@ -48,43 +44,38 @@ void collect_tokens(AttentionPlan& plan, std::vector<Request>& requests, const S
       plan.tokens.push_back(token);
     }
     request.num_tokens = (int32_t)plan.tokens.size() - request.first_token;
-    requests.push_back(request);
+    plan.requests.push_back(request);
   }
 }
 
 // Requests with the same blocks in their first chunk form a family; it shares the chunks its members have in common.
 // Requests whose own queries fill a task gain nothing, and would leave many partial sums behind.
-std::vector<std::vector<int32_t>> find_families(std::vector<Request>& requests, const AttentionPlan& plan,
-                                                const StepGroup& group, const PlanShape& shape) {
-  std::vector<std::vector<int32_t>> families;
-  if (shape.sliding_window > 0 || requests.size() < 2 || group.block_size > kChunk) return families;
+void find_families(AttentionPlan& plan, const StepGroup& group, const PlanShape& shape) {
+  std::vector<Request>& requests = plan.requests;
+  if (shape.sliding_window > 0 || requests.size() < 2 || group.block_size > kChunk) return;
   const int blocks_per_chunk = kChunk / group.block_size;
-  std::unordered_map<int32_t, std::vector<int32_t>> by_first_block;
-  std::vector<int32_t> order;
   for (int32_t r = 0; r < (int32_t)requests.size(); r++) {
     const int32_t queries = requests[r].num_tokens;
     const bool fills_task = queries > 1 && 2 * queries > tokens_per_item(shape);
     if (queries == 0 || fills_task || plan.tokens[requests[r].first_token].end < kChunk) continue;
-    const int32_t block = group.block_table[r * group.block_table_stride];
-    auto& members = by_first_block[block];
-    if (members.empty()) order.push_back(block);
-    members.push_back(r);
+    plan.members.push_back({group.block_table[r * group.block_table_stride], r});
   }
-  for (const int32_t block : order) {
-    auto& members = by_first_block[block];
-    if (members.size() < 2) continue;
-    const int32_t* leader = group.block_table + members[0] * group.block_table_stride;
-    int shared = plan.tokens[requests[members[0]].first_token].end / kChunk;
-    for (size_t i = 1; i < members.size() && shared > 0; i++) {
-      const int full = plan.tokens[requests[members[i]].first_token].end / kChunk;
-      shared = common_chunks(leader, group.block_table + members[i] * group.block_table_stride, std::min(shared, full),
-                             blocks_per_chunk);
-    }
-    if (shared == 0) continue;
-    for (const int32_t r : members) requests[r].shared_chunks = shared;
-    families.push_back(std::move(members));
+  std::sort(plan.members.begin(), plan.members.end(), [](const AttentionPlan::Member& a, const AttentionPlan::Member& b) {
+    return a.first_block != b.first_block ? a.first_block < b.first_block : a.request < b.request;
+  });
+  const auto table = [&](int32_t member) { return group.block_table + plan.members[member].request * group.block_table_stride; };
+  const auto full_chunks = [&](int32_t member) {
+    return plan.tokens[requests[plan.members[member].request].first_token].end / kChunk;
+  };
+  const int32_t count = (int32_t)plan.members.size();
+  for (int32_t first = 0, last; first < count; first = last) {
+    int shared = full_chunks(first);
+    for (last = first + 1; last < count && plan.members[last].first_block == plan.members[first].first_block; last++)
+      shared = common_chunks(table(first), table(last), std::min(shared, full_chunks(last)), blocks_per_chunk);
+    if (last - first < 2 || shared == 0) continue;
+    for (int32_t m = first; m < last; m++) requests[plan.members[m].request].shared_chunks = shared;
+    plan.families.push_back({first, last, shared});
   }
-  return families;
 }
 
 }  // namespace
@@ -94,26 +85,29 @@ void build_plan(AttentionPlan& plan, const Step& step, const StepGroup& group, c
   plan.tokens.clear();
   plan.partials.clear();
   plan.finals.clear();
+  plan.requests.clear();
+  plan.members.clear();
+  plan.families.clear();
   plan.partial_slots = 0;
-  std::vector<Request> requests;
-  requests.reserve(step.num_reqs);
-  collect_tokens(plan, requests, step, group, shape, rows, num_rows);
+  std::vector<Request>& requests = plan.requests;
+  collect_tokens(plan, step, group, shape, rows, num_rows);
   const int per_item = tokens_per_item(shape);
-  const auto families = find_families(requests, plan, group, shape);
+  find_families(plan, group, shape);
 
-  for (const auto& members : families) {
+  for (const AttentionPlan::Family& family : plan.families) {
     // Members' query tokens are copied next to each other, so that an item is one range of plan.tokens.
     const int32_t first = (int32_t)plan.tokens.size();
-    const int32_t chunks = requests[members[0]].shared_chunks;
-    for (const int32_t r : members)
-      for (int32_t t = 0; t < requests[r].num_tokens; t++) {
-        QueryToken& token = plan.tokens[requests[r].first_token + t];
+    for (int32_t m = family.first; m < family.last; m++) {
+      const Request& request = requests[plan.members[m].request];
+      for (int32_t t = 0; t < request.num_tokens; t++) {
+        QueryToken& token = plan.tokens[request.first_token + t];
         token.first_slot = (int32_t)plan.partial_slots;
-        plan.partial_slots += chunks;
+        plan.partial_slots += family.shared_chunks;
         plan.tokens.push_back(QueryToken(token));
       }
+    }
     const int32_t total = (int32_t)plan.tokens.size() - first;
-    for (int32_t c = 0; c < chunks; c++)
+    for (int32_t c = 0; c < family.shared_chunks; c++)
       for (int32_t t = 0; t < total; t += per_item)
         plan.partials.push_back({first + t, std::min<int32_t>(per_item, total - t), c, c + 1, 0, 0});
   }
@@ -147,7 +141,8 @@ void build_plan(AttentionPlan& plan, const Step& step, const StepGroup& group, c
       plan.finals.push_back({first, count, first_chunk, last_chunk, merge_first, merge_last});
     }
   // Longest first, so that the last tasks to be taken are short.
-  std::stable_sort(plan.finals.begin(), plan.finals.end(), [](const PlanItem& a, const PlanItem& b) {
-    return (int64_t)a.num_tokens * (a.last_chunk - a.first_chunk) > (int64_t)b.num_tokens * (b.last_chunk - b.first_chunk);
+  const auto length = [](const PlanItem& item) { return (int64_t)item.num_tokens * (item.last_chunk - item.first_chunk); };
+  std::sort(plan.finals.begin(), plan.finals.end(), [&](const PlanItem& a, const PlanItem& b) {
+    return length(a) != length(b) ? length(a) > length(b) : a.first_token < b.first_token;
   });
 }

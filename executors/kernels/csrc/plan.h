@@ -28,10 +28,26 @@ struct PlanItem {
   int32_t merge_first, merge_last;  // final items: these chunks come from partial items
 };
 
+// Vectors keep their memory from step to step.
 struct AttentionPlan {
   std::vector<QueryToken> tokens;
   std::vector<PlanItem> partials, finals;
   int64_t partial_slots = 0;
+
+  // Only while it is built.
+  struct Request {
+    int32_t first_token, num_tokens;  // in tokens
+    int32_t shared_chunks;            // computed together with other requests
+  };
+  struct Member {  // a request that may share its first blocks with others
+    int32_t first_block, request;
+  };
+  struct Family {  // members [first, last)
+    int32_t first, last, shared_chunks;
+  };
+  std::vector<Request> requests;
+  std::vector<Member> members;
+  std::vector<Family> families;
 };
 
 // Plain pointers only: code compiled for one instruction set must not instantiate shared library templates.
