@@ -3,7 +3,7 @@
     python benchmarks/scaling.py [MODEL_DIR] [--only concurrency context] [--quantization int8] [--actors]
 
 Concurrency: the cost of a generated token should fall until the arithmetic limit and stay there up to `max_num_seqs`.
-Context: the time beyond that of a short context should be what reading the keys and values takes; the last column is that
+Context: time beyond that of a short context should be what reading keys and values takes; the last column is that
 rate, to compare with the memory speed that `benchmarks/kernels.py` prints.
 """
 
