@@ -19,6 +19,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 from engine_actors.outputs import RequestOutput
+from engine_actors.replay import RecoveryStats
 from scheduler.output import SchedulerStats
 
 OWN_PREFIX = "engine_actors_"
@@ -90,6 +91,7 @@ class EngineMetrics:
 
     Attributes:
         stats: The latest gauges of the scheduler.
+        recovery: Recoveries of the engine; its client writes them.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class EngineMetrics:
         self.labels = {"model_name": model_name, "engine": engine}
         self.cache_config = {key: str(value) for key, value in (cache_config or {}).items()}
         self.stats = SchedulerStats()
+        self.recovery = RecoveryStats()
         self.num_prompt_tokens = 0
         self.num_prompt_tokens_cached = 0
         self.num_generated_tokens = 0
@@ -254,6 +257,7 @@ GAUGES: tuple[tuple[str, str, Callable[[EngineMetrics], float]], ...] = (
     ("num_requests_running", "Sequences in the batch.", lambda m: m.stats.num_running),
     ("num_requests_waiting", "Sequences that wait to be scheduled.", lambda m: m.stats.num_waiting),
     ("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", lambda m: m.stats.kv_cache_usage),
+    ("recovering", "1 while failed parts of the engine are replaced.", lambda m: float(m.recovery.since_s is not None)),
 )
 COUNTERS: tuple[tuple[str, str, Callable[[EngineMetrics], float]], ...] = (
     ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda m: m.prefix_cache_queries),
@@ -262,6 +266,8 @@ COUNTERS: tuple[tuple[str, str, Callable[[EngineMetrics], float]], ...] = (
     ("prompt_tokens", "Prompt tokens processed, cached ones included.", lambda m: m.num_prompt_tokens),
     ("prompt_tokens_cached", "Prompt tokens served from the prefix cache.", lambda m: m.num_prompt_tokens_cached),
     ("generation_tokens", "Tokens generated.", lambda m: m.num_generated_tokens),
+    ("recoveries", "Failures that were repaired.", lambda m: m.recovery.recoveries),
+    ("recovery_seconds", "Time lost to recoveries.", lambda m: m.recovery.lost_s),
 )
 HISTOGRAMS: tuple[tuple[str, str, Callable[[EngineMetrics], Histogram]], ...] = (
     ("time_to_first_token_seconds", "From arrival to the first token.", lambda m: m.ttft_s),

@@ -116,6 +116,7 @@ class ServedModel:
             cache_config=_cache_facts(llm),
         )
         llm.add_stats_listener(model.metrics.observe_stats)
+        model.metrics.recovery = llm.recovery_stats
         return model
 
     def card(self, name: str | None = None) -> dict[str, Any]:
