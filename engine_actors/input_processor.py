@@ -208,7 +208,7 @@ class InputProcessor:
     def _check_length(self, text: str) -> None:
         """Refuse a text too long even if each of its tokens were the vocabulary's longest. Megabytes take seconds to
         tokenise."""
-        if len(text) < self.max_model_len:
+        if self.tokenizer is None or len(text) < self.max_model_len:
             return
         if self._max_token_chars is None:
             self._max_token_chars = max(map(len, self.tokenizer.get_vocab()), default=1)
