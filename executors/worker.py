@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import time
 from typing import Any
 
 import msgspec
@@ -91,6 +92,8 @@ class Worker:
         self._scheduler_config = scheduler_config
         self._parallel_config = parallel_config
         self._num_threads = torch.get_num_threads()
+        self._startup_s: dict[str, float] = {}
+        started_s = time.monotonic()
         self._cpus: list[int] | None = None
         self.compute_name = ""
         self._init_device()
@@ -114,6 +117,7 @@ class Worker:
         self._profiler = WorkerProfiler(parallel_config.torch_profiler_dir, rank, self.device)
         self._decoder = msgspec.msgpack.Decoder(SchedulerOutput)
         self._encoder = msgspec.msgpack.Encoder()
+        self._startup_s["join the ranks"] = time.monotonic() - started_s
 
     def load_model(self) -> None:
         """Build this rank's share of the model and fill it with weights.
@@ -122,7 +126,9 @@ class Worker:
             WeightLoadError: The checkpoint lacks, repeats or misshapes a tensor.
             ValueError: A logits processor cannot be imported.
         """
+        started_s = time.monotonic()
         self._model, compute = self._build_model()
+        self._startup_s["load the model"] = time.monotonic() - started_s
         self._runner = ModelRunner(
             compute,
             self.parallel,
@@ -199,11 +205,13 @@ class Worker:
         Raises:
             ValueError: The config does not fit this rank's layers.
         """
+        started_s = time.monotonic()
         self._allocate_kv_caches(config)
         self.runner.set_kv_cache_config(config)
         self._kv_cache_config = config
         num_tokens = min(WARM_UP_TOKENS, self._scheduler_config.max_num_batched_tokens)
         self.runner.dummy_run(num_tokens, min(2, num_tokens, self._scheduler_config.max_num_seqs))
+        self._startup_s["KV cache and warm-up"] = time.monotonic() - started_s
 
     def execute_model(self, scheduler_output: bytes) -> bytes | None:
         """Run one step.
@@ -301,6 +309,7 @@ class Worker:
             "compute": self.compute_name,
             "num_threads": self._num_threads,
             "collectives": self.parallel.transport,
+            "startup_s": self._startup_s,
             "pid": os.getpid(),
             "host": platform.node(),
         }
