@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 
 from engine_actors.outputs import RequestOutput, TokenLogprobsByID
-from scheduler.sampling_params import MAX_N, SamplingParams, check_float, check_int, is_finite
+from scheduler.sampling_params import MAX_N, SamplingParams
+from scheduler.values import check_float, check_int, is_finite
 
 GenerateTokens = Callable[[list[Any], SamplingParams], list[RequestOutput]]
 """Prompts as token ids, and parameters, to one finished output for each."""

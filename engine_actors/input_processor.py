@@ -22,6 +22,7 @@ from executors.model_config import ResolvedModelConfig, read_json, resolve_model
 from scheduler.output import pack_int32
 from scheduler.request import EngineCoreRequest
 from scheduler.sampling_params import SamplingParams
+from scheduler.values import is_text, shown
 
 logger = logging.getLogger(__name__)
 
@@ -109,8 +110,10 @@ class InputProcessor:
         """
         arrival_s = time.time()
         for request_id in request_ids:
-            if not isinstance(request_id, str) or not request_id:
-                raise InvalidRequestError(f"request_id must be a non-empty string, got {request_id!r}", "request_id")
+            if not is_text(request_id) or not request_id:
+                raise InvalidRequestError(
+                    f"request_id must be a non-empty string, got {shown(request_id)}", "request_id"
+                )
         parsed = [self._parse_prompt(prompt) for prompt in prompts]
         checked = [self._check_params(p, limit_logprobs) for p in params]
         self._tokenize([p for p in parsed if p.token_ids is None], add_special_tokens)
@@ -163,7 +166,7 @@ class InputProcessor:
 
     def _parse_prompt(self, prompt: PromptType) -> _Prompt:
         if isinstance(prompt, str):
-            return _Prompt(prompt, None)
+            return _Prompt(_checked_text(prompt), None)
         if isinstance(prompt, Mapping):
             return self._parse_mapping(prompt)
         if (isinstance(prompt, Sequence) and not isinstance(prompt, bytes)) or hasattr(prompt, "tolist"):
@@ -183,9 +186,12 @@ class InputProcessor:
             raise InvalidRequestError('a prompt dictionary needs "prompt" or "prompt_token_ids"', "prompt")
         if text is not None and not isinstance(text, str):
             raise InvalidRequestError(f"prompt must be a string, got {type(text).__name__}", "prompt")
-        if salt is not None and not (isinstance(salt, str) and 0 < len(salt) <= MAX_CACHE_SALT_LENGTH):
+        if text is not None:
+            _checked_text(text)
+        if salt is not None and not (is_text(salt) and 0 < len(salt) <= MAX_CACHE_SALT_LENGTH):
             raise InvalidRequestError(
-                f"cache_salt must be a string of 1 to {MAX_CACHE_SALT_LENGTH} characters, got {salt!r}", "cache_salt"
+                f"cache_salt must be a string of 1 to {MAX_CACHE_SALT_LENGTH} characters, got {shown(salt)}",
+                "cache_salt",
             )
         return _Prompt(text, None if ids is None else _check_id_types(ids), salt)
 
@@ -256,8 +262,8 @@ class InputProcessor:
     def _make(
         self, request_id: str, prompt: _Prompt, params: SamplingParams, priority: int, arrival_s: float
     ) -> ProcessedRequest:
-        if not isinstance(priority, int) or isinstance(priority, bool):
-            raise InvalidRequestError(f"priority must be an integer, got {priority!r}", "priority")
+        if not isinstance(priority, int) or isinstance(priority, bool) or not -(2**63) <= priority < 2**63:
+            raise InvalidRequestError(f"priority must be a 64-bit integer, got {shown(priority)}", "priority")
         ids = prompt.token_ids or []
         packed = self._check_ids(ids)
         parent = ParentRequest(request_id, prompt.text, ids, params)
@@ -310,6 +316,12 @@ def load_tokenizer(config: EngineConfig) -> Any | None:
             f"the tokenizer of {name!r} cannot be loaded: {error}; pass tokenizer=..., or skip_tokenizer_init=True "
             f"to work on token ids alone"
         ) from error
+
+
+def _checked_text(text: str) -> str:
+    if not is_text(text):
+        raise InvalidRequestError("prompt holds half of a surrogate pair, which is no text", "prompt")
+    return text
 
 
 def _check_id_types(ids: Any) -> list[int]:

@@ -7,12 +7,12 @@ allowed. Checks that need a model (vocabulary ranges, context length) belong to 
 from __future__ import annotations
 
 import enum
-import math
 from typing import Any
 
 import msgspec
 
 from scheduler.structured_params import StructuredOutputsParams
+from scheduler.values import MAX_INT, check_float, check_int, is_finite, is_text, shown
 
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this mean greedy decoding."""
@@ -22,6 +22,14 @@ MAX_N = 16384
 MAX_BAD_WORDS = 128
 """Token sequences of bad_words, after tokenisation."""
 MAX_PENALTY = 2.0
+MAX_REPETITION_PENALTY = 1e6
+"""And its inverse is the least. Beyond, float32 logits overflow; so they do with larger biases."""
+MAX_LOGIT_BIAS = 1e30
+MAX_EXTRA_ARGS_DEPTH = 32
+FLAGS = (
+    "ignore_eos", "detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output",
+)  # fmt: skip
+LISTS = ("stop", "stop_token_ids", "bad_words", "bad_words_token_ids")
 
 
 class RequestOutputKind(enum.IntEnum):
@@ -119,14 +127,11 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     def _normalise(self) -> None:
         if isinstance(self.stop, str):
             self.stop = [self.stop]
-        elif self.stop is None:
-            self.stop = []
-        if self.stop_token_ids is None:
-            self.stop_token_ids = []
-        if self.bad_words is None:
-            self.bad_words = []
-        if self.bad_words_token_ids is None:
-            self.bad_words_token_ids = []
+        for name in LISTS:
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, (list, tuple, set, frozenset)):
+                raise ValueError(f"{name} must be a list, got {shown(value)}")
+            setattr(self, name, [] if value is None else list(value))
         for name in ("logprobs", "prompt_logprobs"):
             if isinstance(getattr(self, name), bool):  # As vLLM: True is 1.
                 setattr(self, name, 1 if getattr(self, name) else None)
@@ -150,11 +155,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
         if self.max_tokens is not None:
             check_int("max_tokens", self.max_tokens, 1, None)
         check_int("min_tokens", self.min_tokens, 0, self.max_tokens, allowed="0 to max_tokens")
-        self.output_kind = RequestOutputKind(self.output_kind)
 
     def _check_stops(self) -> None:
-        if not all(isinstance(s, str) and s for s in self.stop):
-            raise ValueError(f"stop must hold non-empty strings, got {self.stop!r}")
+        if not all(is_text(s) and s for s in self.stop):
+            raise ValueError(f"stop must hold non-empty strings, got {shown(self.stop)}")
         if self.stop and not self.detokenize:
             raise ValueError("stop strings need detokenize=True")
         for token in self.stop_token_ids:
@@ -164,17 +168,16 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     def _check_penalties(self) -> None:
         for name in ("presence_penalty", "frequency_penalty"):
             check_float(name, getattr(self, name), -MAX_PENALTY, MAX_PENALTY)
-        if not is_finite(self.repetition_penalty) or self.repetition_penalty <= 0:
-            raise ValueError(f"repetition_penalty must be a finite number above 0, got {self.repetition_penalty!r}")
+        check_float("repetition_penalty", self.repetition_penalty, 1 / MAX_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
 
     def _check_token_limits(self) -> None:
         """What may be sampled: bad words, allowed tokens, biases."""
-        if not isinstance(self.bad_words, list) or not all(isinstance(w, str) and w.strip() for w in self.bad_words):
-            raise ValueError(f"bad_words must be a list of strings that are not blank, got {self.bad_words!r}")
+        if not all(is_text(word) and word.strip() for word in self.bad_words):
+            raise ValueError(f"bad_words must be a list of strings that are not blank, got {shown(self.bad_words)}")
         self.bad_words = list(dict.fromkeys(self.bad_words))
         for sequence in self.bad_words_token_ids:
             if not isinstance(sequence, list) or not sequence:
-                raise ValueError(f"bad_words_token_ids must hold non-empty lists of token ids, got {sequence!r}")
+                raise ValueError(f"bad_words_token_ids must hold non-empty lists of token ids, got {shown(sequence)}")
             for token in sequence:
                 check_int("bad_words_token_ids", token, 0, None)
         if len(self.bad_words_token_ids) > MAX_BAD_WORDS:
@@ -184,16 +187,21 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
             )
         if self.allowed_token_ids is not None:
             if not isinstance(self.allowed_token_ids, list) or not self.allowed_token_ids:
-                raise ValueError(f"allowed_token_ids must be a non-empty list or None, got {self.allowed_token_ids!r}")
+                raise ValueError(
+                    f"allowed_token_ids must be a non-empty list or None, got {shown(self.allowed_token_ids)}"
+                )
             for token in self.allowed_token_ids:
                 check_int("allowed_token_ids", token, 0, None)
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, dict):
-                raise ValueError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}")
+                raise ValueError(f"logit_bias must map token ids to numbers, got {shown(self.logit_bias)}")
             for token, bias in self.logit_bias.items():
                 check_int("logit_bias", token, 0, None, allowed="a token id, for each key")
-                if not is_finite(bias):
-                    raise ValueError(f"logit_bias must map token ids to finite numbers, got {bias!r} for {token}")
+                if not is_finite(bias) or abs(bias) > MAX_LOGIT_BIAS:
+                    raise ValueError(
+                        f"logit_bias must map token ids to numbers of at most {MAX_LOGIT_BIAS:g} in size, "
+                        f"got {shown(bias)} for {token}"
+                    )
 
     def _check_logprobs(self) -> None:
         for name in ("logprobs", "prompt_logprobs"):
@@ -201,7 +209,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
                 check_int(name, getattr(self, name), -1, None, allowed="at least 0, or -1 (the whole vocabulary)")
         skip = self.skip_reading_prefix_cache
         if skip is not None and not isinstance(skip, bool):
-            raise ValueError(f"skip_reading_prefix_cache must be True, False or None, got {skip!r}")
+            raise ValueError(f"skip_reading_prefix_cache must be True, False or None, got {shown(skip)}")
         if skip is False and self.prompt_logprobs is not None:
             raise ValueError(
                 "skip_reading_prefix_cache must be True or None with prompt_logprobs, got False: a cached prompt token "
@@ -209,14 +217,22 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
             )
 
     def _check_output(self) -> None:
+        for name in FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {shown(getattr(self, name))}")
+        kinds = list(RequestOutputKind)
+        if self.output_kind not in kinds:  # Compares with numbers too.
+            allowed = ", ".join(f"{kind.value} ({kind.name})" for kind in kinds)
+            raise ValueError(f"output_kind must be one of {allowed}; got {shown(self.output_kind)}")
+        self.output_kind = RequestOutputKind(self.output_kind)
         form = self.structured_outputs
         if form is not None and not isinstance(form, StructuredOutputsParams):
-            raise ValueError(f"structured_outputs must be StructuredOutputsParams or None, got {form!r:.200}")
+            raise ValueError(f"structured_outputs must be StructuredOutputsParams or None, got {shown(form)}")
         if self.stream_interval is not None:
             check_int("stream_interval", self.stream_interval, 1, None)
         if self.extra_args is not None:
             if not isinstance(self.extra_args, dict):
-                raise ValueError(f"extra_args must be a dictionary or None, got {self.extra_args!r}")
+                raise ValueError(f"extra_args must be a dictionary or None, got {shown(self.extra_args)}")
             _check_plain("extra_args", self.extra_args)
 
 
@@ -224,39 +240,25 @@ def _structured_outputs(fields: dict[str, Any]) -> StructuredOutputsParams:
     known = StructuredOutputsParams.__struct_fields__
     for name in fields:
         if name not in known:
-            raise ValueError(f"structured_outputs must not hold {name!r:.100}; known are {', '.join(known)}")
+            raise ValueError(f"structured_outputs must not hold {shown(name)}; known are {', '.join(known)}")
     return StructuredOutputsParams(**fields)
 
 
-def check_int(name: str, value: Any, low: int, high: int | None, allowed: str | None = None) -> None:
-    valid = isinstance(value, int) and not isinstance(value, bool)
-    if not valid or value < low or (high is not None and value > high):
-        limits = allowed or (f"{low} to {high}" if high is not None else f"at least {low}")
-        raise ValueError(f"{name} must be an integer, {limits}; got {value!r}")
-
-
-def check_float(name: str, value: Any, low: float, high: float, above: bool = False) -> None:
-    if not is_finite(value) or value > high or value < low or (above and value == low):
-        raise ValueError(f"{name} must be a number in {'(' if above else '['}{low}, {high}], got {value!r}")
-
-
-def is_finite(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _check_plain(where: str, value: Any) -> None:
+def _check_plain(where: str, value: Any, depth: int = 0) -> None:
     """Refuse what cannot travel to the workers."""
+    if depth > MAX_EXTRA_ARGS_DEPTH:
+        raise ValueError(f"extra_args must be nested at most {MAX_EXTRA_ARGS_DEPTH} deep")
     if isinstance(value, dict):
         for key, item in value.items():
-            if not isinstance(key, str):
-                raise ValueError(f"{where} must have strings as keys, got {key!r}")
-            _check_plain(f"{where}[{key!r}]", item)
+            if not is_text(key):
+                raise ValueError(f"{where} must have strings as keys, got {shown(key)}")
+            _check_plain(f"{where}[{key!r:.100}]", item, depth + 1)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            _check_plain(where, item)
-    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise ValueError(f"{where} must hold integers of 64 bits, got {value!r}")
-    elif value is not None and not isinstance(value, (str, bool, int, float)):
+            _check_plain(where, item, depth + 1)
+    elif isinstance(value, int) and not -MAX_INT - 1 <= value <= MAX_INT:
+        raise ValueError(f"{where} must hold integers of 64 bits, got {shown(value)}")
+    elif value is not None and not (is_text(value) or isinstance(value, (bool, int, float))):
         raise ValueError(
             f"{where} must be plain data (str, int, float, bool, None, lists, dictionaries), got {type(value).__name__}"
         )

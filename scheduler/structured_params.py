@@ -12,6 +12,8 @@ from typing import Any
 
 import msgspec
 
+from scheduler.values import is_text, shown
+
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 """A request names exactly one of them."""
 MAX_TEXT_CHARS = {
@@ -103,16 +105,16 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, kw_only=True):
         for name in ("disable_any_whitespace", "disable_additional_properties"):
             value = getattr(self, name)
             if not isinstance(value, bool):
-                raise ValueError(f"structured_outputs.{name} must be true or false, got {value!r}")
+                raise ValueError(f"structured_outputs.{name} must be true or false, got {shown(value)}")
         if self.json_object is not None and not isinstance(self.json_object, bool):
-            raise ValueError(f"structured_outputs.json_object must be true or false, got {self.json_object!r}")
+            raise ValueError(f"structured_outputs.json_object must be true or false, got {shown(self.json_object)}")
         pattern = self.whitespace_pattern
         if pattern is None:
             return
-        if not isinstance(pattern, str) or len(pattern) > MAX_WHITESPACE_PATTERN_CHARS:
+        if not is_text(pattern) or len(pattern) > MAX_WHITESPACE_PATTERN_CHARS:
             raise ValueError(
                 f"structured_outputs.whitespace_pattern must be a regular expression of at most "
-                f"{MAX_WHITESPACE_PATTERN_CHARS} characters, got {pattern!r:.300}"
+                f"{MAX_WHITESPACE_PATTERN_CHARS} characters, got {shown(pattern)}"
             )
         if self.disable_any_whitespace:
             raise ValueError("structured_outputs.whitespace_pattern cannot be used with disable_any_whitespace")
@@ -138,21 +140,21 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, kw_only=True):
         choices = self.choice
         valid = isinstance(choices, list) and choices and all(isinstance(each, str) and each for each in choices)
         if not valid or not choices:
-            raise ValueError(f"structured_outputs.choice must be a list of non-empty strings, got {choices!r:.200}")
+            raise ValueError(f"structured_outputs.choice must be a list of non-empty strings, got {shown(choices)}")
         if len(choices) > MAX_CHOICES:
             raise ValueError(f"structured_outputs.choice must hold at most {MAX_CHOICES} strings, got {len(choices)}")
         return json.dumps(list(dict.fromkeys(choices)))
 
 
 def _non_empty_text(name: str, value: Any) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"structured_outputs.{name} must be a non-empty string, got {value!r:.200}")
-    return value
+    if not is_text(value) or not value.strip():
+        raise ValueError(f"structured_outputs.{name} must be a non-empty string, got {shown(value)}")
+    return str(value)
 
 
 def _canonical_json(name: str, value: Any, types: tuple[type, ...], allowed: str) -> str:
     """`value`, or the JSON text it is, as compact JSON with members in the given order."""
-    wrong = f"structured_outputs.{name} must be {allowed}, got {value!r:.200}"
+    wrong = f"structured_outputs.{name} must be {allowed}, got {shown(value)}"
     if isinstance(value, str):
         if len(value) > MAX_TEXT_CHARS[name]:
             raise ValueError(

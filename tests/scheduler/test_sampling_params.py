@@ -15,6 +15,10 @@ WRONG: list[tuple[str, Any]] = [
     ("temperature", -0.1), ("temperature", 2.1), ("temperature", math.nan), ("temperature", "hot"),
     ("top_p", 0.0), ("top_p", 1.1), ("top_k", -2), ("top_k", 1.5), ("min_p", -0.1), ("min_p", 1.1),
     ("presence_penalty", 2.1), ("presence_penalty", math.nan), ("frequency_penalty", -2.1), ("frequency_penalty", "a"),
+    ("ignore_eos", 1), ("detokenize", None), ("skip_special_tokens", "no"), ("include_stop_str_in_output", 0),
+    ("spaces_between_special_tokens", 1), ("output_kind", 7), ("stop", 5), ("stop", {"a": 1}), ("stop_token_ids", 5),
+    ("structured_outputs", {}), ("structured_outputs", {"yaml": "a"}), ("structured_outputs", "json"),
+    ("repetition_penalty", 1e9), ("logit_bias", {1: 1e300}), ("top_k", 2**70), ("max_tokens", 2**70),
     ("repetition_penalty", 0.0), ("repetition_penalty", -1.0), ("repetition_penalty", math.inf),
     ("seed", 2**63), ("seed", 1.5), ("stop", [""]), ("stop", [3]), ("stop_token_ids", [-1]), ("stop_token_ids", ["a"]),
     ("max_tokens", 0), ("min_tokens", -1), ("min_tokens", 17),
@@ -61,3 +65,32 @@ def test_all_fields_survive_the_wire() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
     assert params.clone() == params
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(SamplingParams())) == {}
+
+
+HALF = "\ud800"
+ODD: list[Any] = [
+    None, True, False, -1, 0, 1, 5, 2**70, -(2**70), 10**400, 10**5000, 0.5, -0.5, 1e300, 1e-300, math.nan, math.inf,
+    "", "x", HALF, b"x", [], [1], [-1], [1.5], [None], ["a"], [""], [HALF], [True], [2**70], [[1]], [[]], [["a"]],
+    [[2**70]], (1, 2), {1, 2}, {}, {"a": 1}, {HALF: 1}, {"a": HALF}, {1: 2}, {1: math.nan}, {1: 1e300}, {1: 10**5000},
+    {1: None}, {-1: 1.0}, {"regex": "a"}, {"regex": 5}, {"regex": HALF}, {"json": []}, {"json": {"a": 2**70}},
+    {"json_object": 1}, {"grammar": []}, {"json_object": True, "whitespace_pattern": HALF}, {"choice": "a"},
+    {"whitespace_pattern": "a"}, object(),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("field", SamplingParams.__struct_fields__)
+def test_whatever_is_given_for_a_field_is_refused_by_name_or_survives_the_wire(field: str) -> None:
+    """What the engine cannot read would cost the whole client its connection."""
+    nested: Any = {}
+    for _ in range(2000):
+        nested = {"json": nested}
+    for value in [*ODD, nested]:
+        try:
+            params = SamplingParams(**{field: value})
+        except ValueError as error:
+            assert str(error).startswith(field), error  # noqa: PT017
+            continue
+        form = params.structured_outputs
+        if form is not None and form.json is not None:
+            continue  # Sent as text, which the input processor makes.
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
