@@ -18,6 +18,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 
 from executors.base import ExecutorFailedError, ResourcesUnavailableError
+from executors.placement_guard import PlacementGuard
 
 logger = logging.getLogger(__name__)
 
@@ -47,16 +48,23 @@ class WorkerPlace:
 
 @dataclass(frozen=True)
 class Placement:
-    """A placement group that is up, and the ranks' places in it, in rank order."""
+    """A placement group that is up, and the ranks' places in it, in rank order.
+
+    Attributes:
+        guard: Removes the executor's own group should this process be killed, where Ray would not.
+    """
 
     group: PlacementGroup
     is_own: bool
     places: tuple[WorkerPlace, ...]
+    guard: PlacementGuard | None = None
 
     def remove(self) -> None:
-        """Give the group back, with everything that runs in it, if it is the executor's own."""
+        """Give the group back, with everything that runs in it, if it is the executor's own. Idempotent."""
         if self.is_own:
             ray.util.remove_placement_group(self.group)
+        if self.guard is not None:
+            self.guard.release()
 
 
 def place_workers(
@@ -102,14 +110,13 @@ def owner_name() -> str:
 def remove_placement_groups_of(owner: str) -> None:
     """Remove every placement group that the executor of `owner` (an actor id in hex) made.
 
-    For whoever sees an EngineCore actor die: Ray gives back a driver's groups when it exits, but those that an actor
-    made only when the whole job ends.
+    For whoever sees an EngineCore actor die and does not want to wait for the group's guard.
     """
     _remove_groups(lambda group_owner: group_owner == owner)
 
 
 def remove_orphaned_placement_groups() -> None:
-    """Remove the groups of executors whose actor has died, e.g. together with everybody who could have noticed."""
+    """Remove the groups of executors whose actor has died, e.g. with its node, and so with the group's guard."""
     _remove_groups(_is_dead_actor)
 
 
@@ -142,6 +149,7 @@ def _place_in_own(
         raise ResourcesUnavailableError(_shortage(tp_size, pp_size, demand, problem))
     name = f"{NAME_PREFIX}.{owner_name()}.{uuid.uuid4().hex[:8]}"
     group = ray.util.placement_group(bundles, strategy=strategy, name=name)
+    guard = _guard_of(group)
     lost_its_node = False
 
     def is_settled() -> bool:
@@ -159,14 +167,21 @@ def _place_in_own(
             lambda: _shortage(tp_size, pp_size, demand, problem or "the rest is in use"),
         )
         if lost_its_node:  # smaller bundles may fit
-            ray.util.remove_placement_group(group)
+            Placement(group, True, (), guard).remove()
             return _place_in_own(tp_size, pp_size, demand, strategy, deadline_s, wait_for_nodes)
         nodes = _bundle_nodes(group)
         order = [rank // tp_size if by_stage else rank for rank in range(tp_size * pp_size)]
-        return Placement(group, True, _places(order, nodes))
+        return Placement(group, True, _places(order, nodes), guard)
     except BaseException:
-        ray.util.remove_placement_group(group)
+        Placement(group, True, (), guard).remove()
         raise
+
+
+def _guard_of(group: PlacementGroup) -> PlacementGuard | None:
+    context = ray.get_runtime_context()
+    if context.get_actor_id() is None:
+        return None  # Ray removes a driver's groups.
+    return PlacementGuard(context.gcs_address, group.id.hex())
 
 
 def _wait_until_rescheduled(group: PlacementGroup, deadline_s: float) -> None:

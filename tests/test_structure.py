@@ -14,6 +14,7 @@ PACKAGES = ("kv", "scheduler", "executors", "engine_actors")
 RAY_FILES = (
     "executors/ray_*.py",
     "executors/placement.py",
+    "executors/placement_guard.py",
     "engine_actors/core_actor.py",
     "engine_actors/ray_*.py",
     "engine_actors/engine.py",

@@ -283,6 +283,9 @@ class Owner:
     def bundles(self) -> list[int]:
         return [place.bundle_index for place in self.executor.placement.places]
 
+    def guard(self) -> int:
+        return self.executor.placement.guard.pid
+
     def shutdown(self) -> None:
         self.executor.shutdown()
 
@@ -297,14 +300,34 @@ def test_workers_blocked_in_a_collective_exit_when_their_owner_dies(tiny_llama_d
     owner.die.remote()
     for pid in pids:
         wait_until(lambda pid=pid: not is_running(pid))
-    assert len(live_groups()) == 1, "Ray keeps an actor's placement group until the job ends"
+    # Ray keeps an actor's placement group until the job ends; its guard does not.
+    wait_until(lambda: not live_groups(), timeout_s=60)
+
+
+def test_whoever_sees_an_actor_die_can_remove_its_group_at_once(tiny_llama_dir: Path) -> None:
+    owner = Owner.remote()
+    ray.get(owner.start.remote(tiny_llama_dir, 1))
+    os.kill(ray.get(owner.guard.remote()), signal.SIGKILL)
+    owner.die.remote()
     remove_placement_groups_of(owner._actor_id.hex())
     assert live_groups() == []
+
+
+def test_guard_of_a_group_ends_with_it(tiny_llama_dir: Path) -> None:
+    owner = Owner.remote()
+    ray.get(owner.start.remote(tiny_llama_dir, 1))
+    guard = ray.get(owner.guard.remote())
+    assert is_running(guard)
+    ray.get(owner.shutdown.remote())
+    assert not is_running(guard)
+    assert live_groups() == []
+    ray.kill(owner)
 
 
 def test_the_next_engine_clears_away_what_a_dead_one_left(tiny_llama_dir: Path) -> None:
     owner = Owner.remote()
     ray.get(owner.start.remote(tiny_llama_dir, 1))
+    os.kill(ray.get(owner.guard.remote()), signal.SIGKILL)
     remove_orphaned_placement_groups()
     assert len(live_groups()) == 1, "the owner is alive"
     owner.die.remote()

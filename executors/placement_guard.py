@@ -1,0 +1,71 @@
+"""A small process that outlives an actor killed with -9, to give back the placement group the actor had made.
+
+Ray removes a driver's groups when it exits, but an actor's only when the whole job ends; and with an Engine actor's
+process everybody dies who could have removed the group of its workers. `Placement` starts a guard for each group that
+an actor makes; it sleeps on a pipe and wakes when the actor's process is gone, or done with the group.
+
+Run as a program: `python placement_guard.py CLUSTER_ADDRESS GROUP_ID`, the pipe's reading end on standard input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+
+RELEASED = b"r"
+"""Written by the actor: it has removed the group itself."""
+
+
+class PlacementGuard:
+    """The actor's end.
+
+    Args:
+        address: Of the cluster, "host:port".
+        group_id: Hexadecimal.
+    """
+
+    def __init__(self, address: str, group_id: str) -> None:
+        # A session of its own: signals to the actor's process group, and Ray's clean-up of an actor's children, are not
+        # meant for it. Nothing but the pipe's writing end, which only the actor's process holds, keeps it waiting.
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", __file__, address, group_id, *filter(None, sys.path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def release(self) -> None:
+        """The group is gone; so is the guard when this returns. Idempotent."""
+        if self._process.stdin is None or self._process.stdin.closed:
+            return
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(RELEASED)
+            self._process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        self._process.wait()
+
+
+def main(address: str, group_id: str, path: list[str]) -> None:
+    if os.read(sys.stdin.fileno(), 1) == RELEASED:
+        return
+    # Only now is there something to do that needs Ray, and the memory it takes.
+    sys.path[:] = path
+    import ray
+    from ray.util.placement_group import PlacementGroup
+
+    ray.init(address=address, log_to_driver=False, logging_level="ERROR", namespace="engine-actors-guard")
+    with contextlib.suppress(ray.exceptions.RayError, ValueError):
+        ray.util.remove_placement_group(PlacementGroup(ray.PlacementGroupID.from_hex(group_id)))
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], sys.argv[3:])
