@@ -18,7 +18,7 @@ import torch
 from executors.config import ModelConfig, ParallelConfig
 from executors.kernels.choice import ComputeChoice, choose_compute
 from executors.kernels.step import NativeCompute
-from executors.kernels.threads import cpus_of_worker
+from executors.kernels.threads import CpuClaim, cpus_of_worker
 from executors.loader import load_model
 from executors.logits_pipeline import load_logits_processor
 from executors.memory import allocate_kv_caches, default_cpu_kv_bytes
@@ -94,7 +94,7 @@ class Worker:
         self._num_threads = torch.get_num_threads()
         self._startup_s: dict[str, float] = {}
         started_s = time.monotonic()
-        self._cpus: list[int] | None = None
+        self._cpu_claim: CpuClaim | None = None
         self.compute_name = ""
         self._init_device()
         if isinstance(model_config, ModelConfig):
@@ -160,11 +160,12 @@ class Worker:
         self.compute_name = str(choice)
         logger.info("rank %d computes with %s, %d threads", self.rank, choice, self._num_threads)
         if choice.kernels is not None:
-            if self._cpus is None:  # Asked once: later this thread is pinned to one of them.
-                self._cpus = cpus_of_worker(
-                    self._num_threads, self.local_rank, self._num_workers_on_node, usable_cpus()
-                )
-            choice.kernels.set_num_threads(self._num_threads, self._cpus)
+            if self._cpu_claim is None:  # Asked once: later this thread is pinned to one of them.
+                cpus = cpus_of_worker(self._num_threads, self.local_rank, self._num_workers_on_node, usable_cpus())
+                self._cpu_claim = CpuClaim(cpus)
+                if len(self._cpu_claim.cpus) < len(cpus):
+                    logger.info("rank %d pins no threads: another engine here has pinned its own", self.rank)
+            choice.kernels.set_num_threads(self._num_threads, self._cpu_claim.cpus)
             # What torch still does is small, and its threads would spin on the processors of the pool's.
             torch.set_num_threads(1)
             if choice.whole_steps:
@@ -308,6 +309,7 @@ class Worker:
             "dtype": str(self.model_config.dtype).removeprefix("torch."),
             "compute": self.compute_name,
             "num_threads": self._num_threads,
+            "pinned_cpus": [] if self._cpu_claim is None else list(self._cpu_claim.cpus),
             "collectives": self.parallel.transport,
             "startup_s": self._startup_s,
             "pid": os.getpid(),
@@ -315,7 +317,9 @@ class Worker:
         }
 
     def shutdown(self) -> None:
-        """Leave the process group. Idempotent."""
+        """Leave the process group and the processors. Idempotent."""
+        if self._cpu_claim is not None:
+            self._cpu_claim.release()
         self.parallel.destroy()
 
     @property

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -18,12 +20,12 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Pr
 
 from executors.base import ExecutorFailedError
 from executors.config import ModelConfig, ParallelConfig
-from executors.kernels import ops
+from executors.kernels import ops, threads
 from executors.kernels.build import KernelBuildError
 from executors.kernels.library import NativeKernels
 from executors.kernels.packed import PackedWeight
 from executors.kernels.step import NativeCompute
-from executors.kernels.threads import cpus_of_worker
+from executors.kernels.threads import CpuClaim, cpus_of_worker
 from executors.logits_processors import LogitsProcessor
 from executors.uniproc import UniProcExecutor
 from executors.worker import Worker
@@ -378,3 +380,40 @@ def test_threads_are_pinned_only_where_the_workers_have_all_processors(monkeypat
     assert cpus_of_worker(2, 1, 2, usable=4) == [6, 7]
     assert cpus_of_worker(1, 0, 1, usable=4) == []
     assert cpus_of_worker(2, 0, 1, usable=2) == []  # a quota, not an affinity
+
+
+def test_engines_on_one_machine_do_not_pin_to_the_same_processors(
+    llama_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threads, "CLAIM_NAME", f"tests/{os.getpid()}")  # Whoever else runs engines here.
+
+    def pinned(executor: UniProcExecutor) -> list[int]:
+        (described,) = executor.collective_rpc("describe")
+        return described["pinned_cpus"]
+
+    monkeypatch.setattr("executors.worker.cpus_of_worker", lambda *args: [0, 1])
+    first, second = make_executor(llama_dir), make_executor(llama_dir)
+    assert (pinned(first), pinned(second)) == ([0, 1], [])
+    first.shutdown()
+    third = make_executor(llama_dir)
+    assert pinned(third) == [0, 1]
+    second.shutdown()
+    third.shutdown()
+
+
+def test_claims_of_a_process_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"tests/{os.getpid()}"
+    monkeypatch.setattr(threads, "CLAIM_NAME", name)
+    code = (
+        f"from executors.kernels import threads; threads.CLAIM_NAME = {name!r}\n"
+        "claim = threads.CpuClaim([3, 4]); print(claim.cpus, flush=True); input()"
+    )
+    other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert other.stdout is not None
+    assert other.stdout.readline() == "[3, 4]\n"
+    assert CpuClaim([2, 3]).cpus == []
+    held = CpuClaim([2])  # What could not be claimed together is free.
+    assert held.cpus == [2]
+    other.kill()
+    other.wait()
+    assert CpuClaim([3, 4]).cpus == [3, 4]
