@@ -39,6 +39,8 @@ from engine_actors.utility_queue import UtilityQueue
 from executors.base import ExecutorFailedError, StepFuture
 from executors.niceness import undo_ray_niceness
 from scheduler.output import ModelRunnerOutput
+from scheduler.request import EngineCoreRequest
+from scheduler.sampling_params import RequestOutputKind
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +85,7 @@ class EngineCoreActor:
         self._inboxes: dict[int, Inbox] = {}
         self._outboxes: dict[int, Outbox] = {}
         self._requests: dict[int, set[str]] = {}
+        self._hasty: dict[int, set[str]] = {}  # of the requests, those whose tokens are read one by one
         self._core: EngineCore
         self._recovery: WorkerRecovery
         self._busy_loop_task: asyncio.Task[None]
@@ -312,12 +315,15 @@ class EngineCoreActor:
                 self._begin_shutdown(timeout_s)
             case DisconnectMessage():
                 self._core.abort_requests(self._requests.pop(client_index, ()))
+                self._hasty.pop(client_index, None)
                 self._outbox(client_index).close()
 
     def _add(self, client_index: int, requests: list[Any]) -> None:
         own = self._requests.setdefault(client_index, set())
         for request in requests:
             own.add(request.request_id)
+            if not _may_wait(request):
+                self._hasty.setdefault(client_index, set()).add(request.request_id)
             request.client_index = client_index
             if self._state == "running":
                 self._core.add_request(request)
@@ -365,10 +371,12 @@ class EngineCoreActor:
 
     def _publish(self, outputs: OutputsByClient) -> None:
         for client_index, client_outputs in outputs.items():
-            own = self._requests.get(client_index)
-            if own is not None and client_outputs.finished:
-                own.difference_update([ended.request_id for ended in client_outputs.finished])
-            self._outbox(client_index).put_outputs(client_outputs)
+            ended = [ended.request_id for ended in client_outputs.finished]
+            if ended:
+                self._requests.get(client_index, set()).difference_update(ended)
+                self._hasty.get(client_index, set()).difference_update(ended)
+            may_wait = not ended and not self._hasty.get(client_index)
+            self._outbox(client_index).put_outputs(client_outputs, may_wait=may_wait)
 
     def _die(self, error: Exception) -> None:
         """Tell every client, with the cause."""
@@ -377,6 +385,12 @@ class EngineCoreActor:
         self._may_replay = not isinstance(error, RecoveryFailedError)
         for outbox in self._outboxes.values():
             outbox.die(self._cause, self._may_replay)
+
+
+def _may_wait(request: EngineCoreRequest) -> bool:
+    """Whether the front end does nothing with a request's tokens before its end. Stop strings it looks for in each."""
+    params = request.sampling_params
+    return params.output_kind is RequestOutputKind.FINAL_ONLY and not params.stop
 
 
 class _StopNow(Exception):

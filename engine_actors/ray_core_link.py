@@ -237,7 +237,7 @@ def ensure_ray() -> None:
 
 
 def _create_actor(config: EngineConfig) -> Any:
-    options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0}
+    options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0, "enable_task_events": False}
     parallel = config.parallel_config
     if not config.uses_ray_executor and config.executor_class is None:
         # The worker runs inside this actor, so the actor reserves what a worker would.

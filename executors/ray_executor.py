@@ -202,6 +202,7 @@ class RayExecutor(Executor):
                 scheduling_strategy=strategy,
                 max_restarts=0,
                 max_task_retries=0,
+                enable_task_events=False,
             )
             self._workers.append(options.remote(place.rank, place.rank == self._output_rank))
 
