@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
-import threading
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future
 from typing import Any
 
 from ray.exceptions import GetTimeoutError, RayError
@@ -18,6 +15,7 @@ from engine_actors.config import EngineConfig
 from engine_actors.core_actor import HealthReport
 from engine_actors.errors import EngineDeadError, EnginePausedError, EngineRecoveredError
 from engine_actors.messages import AbortMessage, AddMessage, ClientMessage, OutputBatch, UtilityMessage
+from engine_actors.off_loop import off_loop, off_loop_async
 from engine_actors.ray_core_link import SHUT_DOWN, SHUTDOWN_GRACE_S, CoreLink
 from engine_actors.ray_recovery import CoreRecovery, note_worker_recoveries
 from engine_actors.ray_utilities import utility_message, utility_value
@@ -206,7 +204,7 @@ class AsyncRayClient(_RayClientBase):
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config, _off_loop(CoreLink, config))
+        super().__init__(config, off_loop(CoreLink, config))
         self._unsent: list[ClientMessage] = []
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._sent: asyncio.Future[None] | None = None
@@ -290,7 +288,7 @@ class AsyncRayClient(_RayClientBase):
         """Blocks the calling thread while the engine stops; on an event loop prefer `shutdown_async`."""
         timeout_s = self._shutdown_timeout(timeout_s)
         if self._begin_shutdown(timeout_s):
-            _off_loop(self.link.wait_stopped, timeout_s + SHUTDOWN_GRACE_S)
+            off_loop(self.link.wait_stopped, timeout_s + SHUTDOWN_GRACE_S)
         self.link.close()
 
     async def shutdown_async(self, timeout_s: float | None = None) -> None:
@@ -368,13 +366,13 @@ class AsyncRayClient(_RayClientBase):
         self._fail_answers(EngineRecoveredError(f"{error}; the engine recovers, call it again"), but=self._unsent)
         dead = self.link
         try:
-            link = await _off_loop_async(self._recovery.start_core, dead)
+            link = await off_loop_async(self._recovery.start_core, dead)
         except EngineDeadError as failure:
             self._final_error = self._final_error or failure
             self._fail_answers(self._final_error)
             raise self._final_error from failure.__cause__
         if self._final_error is not None:
-            await _off_loop_async(link.close)
+            await off_loop_async(link.close)
             self._fail_answers(self._final_error)
             raise self._final_error
         self.link = link
@@ -390,45 +388,3 @@ class AsyncRayClient(_RayClientBase):
         for call_id, answer in self._answers.items():
             if not answer.done() and call_id not in unsent:
                 answer.set_exception(type(error)(str(error)))
-
-
-def _off_loop(function: Any, *args: Any) -> Any:
-    """Call a function that blocks in Ray; in a thread if this one runs an event loop, about which Ray would warn."""
-    if asyncio._get_running_loop() is None:
-        return function(*args)
-    done: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(function(*args))
-        except BaseException as error:
-            done.set_exception(error)
-
-    threading.Thread(target=run, name="engine-actors-wait", daemon=True).start()
-    return done.result()
-
-
-async def _off_loop_async(function: Any, *args: Any) -> Any:
-    """Await a function that blocks in Ray. Its thread, unlike those of `asyncio.to_thread`, holds up no exit."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Any] = loop.create_future()
-
-    def settle(result: Any, error: BaseException | None) -> None:
-        if done.cancelled():
-            return
-        if error is not None:
-            done.set_exception(error)
-        else:
-            done.set_result(result)
-
-    def run() -> None:
-        result, failure = None, None
-        try:
-            result = function(*args)
-        except BaseException as error:
-            failure = error
-        with contextlib.suppress(RuntimeError):  # the loop has closed
-            loop.call_soon_threadsafe(settle, result, failure)
-
-    threading.Thread(target=run, name="engine-actors-recovery", daemon=True).start()
-    return await done
