@@ -269,7 +269,10 @@ class EngineCore:
             replace(self.config, parallel_config=parallel_config, scheduler_config=scheduler_config)
         )
         try:
-            return NewWorkers(executor, _initialize_kv_cache(executor, self.config, auto_fit=False))
+            plan = _initialize_kv_cache(executor, self.config, auto_fit=False)
+            if self.utilities.workers_sleep_level:
+                executor.collective_rpc("sleep", None, (self.utilities.workers_sleep_level,))
+            return NewWorkers(executor, plan)
         except BaseException:
             executor.shutdown()
             raise

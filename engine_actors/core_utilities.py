@@ -192,6 +192,11 @@ class CoreUtilities:
             if not self._paused:
                 self._core.scheduler.resume()
 
+    @property
+    def workers_sleep_level(self) -> int:
+        """At which level the workers sleep; 0 when they have any of their memory."""
+        return self._sleep_level if self._asleep >= {"weights", "kv_cache"} else 0
+
     def is_sleeping(self) -> bool:
         return bool(self._asleep)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -137,6 +138,23 @@ async def test_a_utility_under_way_is_not_repeated(start: Start) -> None:
 
     with pytest.raises(EngineRecoveredError, match="call it again"):
         await engine.collective_rpc(suicide)
+    assert await read(await engine.add_request([5], GREEDY)) == expected_tokens([5], NUM_TOKENS)
+
+
+async def test_workers_that_fail_asleep_are_replaced_by_sleeping_ones(start: Start) -> None:
+    engine = start()
+    await engine.sleep(1)
+
+    def die(worker: Any) -> None:
+        worker.fail_now("worker rank 0 died: SIGKILL")
+
+    await engine.collective_rpc(die)
+    with contextlib.suppress(EngineRecoveredError):  # when it comes before the failure is known
+        await engine.collective_rpc("echo", args=(1,))
+    assert await engine.collective_rpc(lambda worker: worker.asleep) == [1]
+    assert engine.recovery_stats.recoveries == 1
+    assert await engine.is_sleeping()
+    await engine.wake_up()
     assert await read(await engine.add_request([5], GREEDY)) == expected_tokens([5], NUM_TOKENS)
 
 
