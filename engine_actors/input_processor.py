@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -255,7 +256,8 @@ class InputProcessor:
             # A copy: the caller may change the original, and what was changed after construction is checked here.
             params = params.clone()
         except (ValueError, TypeError) as error:
-            raise InvalidRequestError(str(error), str(error).split(" ", 1)[0]) from error
+            field = re.match(r"\w*", str(error))
+            raise InvalidRequestError(str(error), field[0] if field is not None else None) from error
         self._checker.check(params, limit_logprobs=limit_logprobs)
         return params
 

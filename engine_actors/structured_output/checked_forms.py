@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from typing import Any
 
 from engine_actors.structured_output.source import check_spec
 from scheduler.structured_output import StructuredOutputError
@@ -25,8 +26,10 @@ class CheckedForms:
         self._errors: OrderedDict[GrammarSpec, str | None] = OrderedDict()
         self._num_chars = 0
 
-    def knows(self, params: StructuredOutputsParams) -> bool:
+    def knows(self, params: Any) -> bool:
         """`check` will answer at once. False too where `params` are not well-formed."""
+        if not isinstance(params, StructuredOutputsParams):
+            return False
         try:
             spec = params.spec()
         except (ValueError, TypeError):
