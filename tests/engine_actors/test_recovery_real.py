@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 PROMPTS = [[(7 * i + j) % 500 + 2 for j in range(1 + 9 * i)] for i in range(6)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
 SEEDED = SamplingParams(temperature=1.0, seed=7, max_tokens=100, ignore_eos=True, presence_penalty=0.5)
+GRAMMAR = SamplingParams(temperature=1.0, seed=8, max_tokens=100, structured_outputs={"regex": "([a-z]{3} ){20}"})
 STEP_TIMEOUT_S = 3.0
 
 
@@ -31,7 +32,7 @@ async def tokens(engine: AsyncLLM, prompt: list[int], params: SamplingParams, be
 async def run(engine: AsyncLLM, target: int | None = None, with_signal: int = signal.SIGKILL) -> list[list[int]]:
     """Tokens of all requests; once one has a token, the process gets a signal."""
     begun = asyncio.Event()
-    requests = [(prompt, params) for prompt in PROMPTS for params in (GREEDY, SEEDED)]
+    requests = [(prompt, params) for prompt in PROMPTS for params in (GREEDY, SEEDED, GRAMMAR)]
     tasks = [asyncio.create_task(tokens(engine, prompt, params, begun)) for prompt, params in requests]
     if target is not None:
         await begun.wait()
