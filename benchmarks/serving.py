@@ -2,7 +2,7 @@
 
     python benchmarks/serving.py MODEL [--vllm-python VENV/bin/python] [--streams 1 8 32 64] [--json FILE]
 
-Measured in turn, each engine alone on the machine, with the same prompts: AsyncLLM in this process (no HTTP), our server
+Measured in turn, each engine alone on the machine, with the same prompts: AsyncLLM in this process, our server
 (`engine-actors serve`, with HAProxy; with `--proxies haproxy ray` also with Serve's own proxy), and vLLM's. As many
 requests are kept in flight as there are streams; the client of the servers is this process.
 """

@@ -209,3 +209,44 @@ def test_instructor_gets_objects(client: openai.OpenAI) -> None:
             max_retries=0,
         )
         assert isinstance(city, City)
+
+
+def test_openais_own_parsing_gets_objects(client: openai.OpenAI) -> None:
+    from pydantic import BaseModel
+
+    class City(BaseModel):
+        name: str
+        is_capital: bool
+
+    completion = client.chat.completions.parse(
+        model="smollm2",
+        messages=[{"role": "user", "content": "Is Paris a capital?"}],
+        response_format=City,
+        temperature=0,
+        max_tokens=60,
+    )
+    assert isinstance(completion.choices[0].message.parsed, City)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_forced_tool_calls_have_arguments_of_the_schema(client: openai.OpenAI, choice: Any) -> None:
+    parameters = {"type": "object", "properties": {"city": {"enum": ["Paris", "Oslo"]}}, "required": ["city"],
+                  "additionalProperties": False}  # fmt: skip
+    tools: Any = [{"type": "function", "function": {"name": "weather", "parameters": parameters}}]
+    message = client.chat.completions.create(
+        model="smollm2", messages=[{"role": "user", "content": "How is the weather in Oslo?"}], tools=tools,
+        tool_choice=choice, temperature=0, max_tokens=60,
+    ).choices[0].message  # fmt: skip
+    assert message.tool_calls
+    call: Any = message.tool_calls[0]
+    assert call.function.name == "weather"
+    assert json.loads(call.function.arguments)["city"] in ("Paris", "Oslo")
+
+
+def test_a_refused_schema_is_a_400_before_the_stream(client: openai.OpenAI) -> None:
+    response_format: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "no such type"}}}
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(
+            model="smollm2", messages=[{"role": "user", "content": "Hi"}], response_format=response_format, stream=True
+        )
+    assert caught.value.param == "response_format"
