@@ -26,11 +26,14 @@ from engine_actors.serve.routes import Routes, package_version
 from engine_actors.serve.settings import ServerSettings
 
 
-def create_app(models: Sequence[ServedModel], settings: ServerSettings | None = None) -> FastAPI:
+def create_app(
+    models: Sequence[ServedModel], settings: ServerSettings | None = None, *, behind_serve: bool = False
+) -> FastAPI:
     """The app.
 
     Args:
         models: What it serves, at least one.
+        behind_serve: Ray Serve is in front, which sends X-Request-Id back itself.
 
     Raises:
         ValueError: No model, or two of one name.
@@ -48,7 +51,13 @@ def create_app(models: Sequence[ServedModel], settings: ServerSettings | None = 
             CORSMiddleware, allow_origins=list(settings.allowed_origins), allow_methods=["*"], allow_headers=["*"]
         )
     paths = [route.path for route in routes]
-    app.add_middleware(ServerMiddleware, api_keys=settings.api_keys, metrics=metrics.http, paths=paths)
+    app.add_middleware(
+        ServerMiddleware,
+        api_keys=settings.api_keys,
+        metrics=metrics.http,
+        paths=paths,
+        echo_request_id=not behind_serve,
+    )
     app.state.inflight = state.inflight
     return app
 

@@ -27,15 +27,19 @@ from engine_actors.serve.resources import deployment_options, replica_resources
 APP_KEYS = ("llm_configs", "ingress_deployment_config", "ingress_cls_config")
 
 
-def build_llm_deployment(llm_config: LLMConfig | Mapping[str, Any]) -> Application:
-    """A deployment of one model, which is its own HTTP ingress.
+def build_llm_deployment(llm_config: LLMConfig | Mapping[str, Any], *, is_ingress: bool = True) -> Application:
+    """A deployment of one model.
+
+    Args:
+        is_ingress: It is the application's HTTP ingress; else it is asked through its handle (`relay`, `answer`).
 
     Raises:
         ValueError: A wrong configuration.
     """
     config = _as_config(llm_config)
     resources = replica_resources(config)
-    deployment = serve.deployment(serve.ingress()(LLMServer), **deployment_options(config, resources))
+    server = serve.ingress()(LLMServer) if is_ingress else LLMServer
+    deployment = serve.deployment(server, **deployment_options(config, resources))
     return deployment.bind(config, resources.engine_options())
 
 
@@ -69,12 +73,9 @@ def build_openai_app(args: Mapping[str, Any] | Sequence[Any]) -> Application:
                 "args.ingress_deployment_config is for several models; with one, set its deployment_config instead"
             )
         return build_llm_deployment(configs[0])
-    models = {
-        config.model_id: (config.model_loading_config.aliases, build_llm_deployment(config)) for config in configs
-    }
+    handles = {config.model_id: build_llm_deployment(config, is_ingress=False) for config in configs}
+    aliases = {config.model_id: list(config.model_loading_config.aliases) for config in configs}
     router = serve.deployment(serve.ingress()(ModelRouter), **router_options(configs, ingress_options))
-    aliases = {model_id: list(aliases) for model_id, (aliases, _) in models.items()}
-    handles = {model_id: application for model_id, (_, application) in models.items()}
     return router.bind(handles, aliases, max(config.options.settings.max_body_bytes for config in configs))
 
 

@@ -36,25 +36,22 @@ class LLMServer:
     """
 
     async def __init__(self, config: LLMConfig, engine_options: dict[str, Any]) -> None:  # type: ignore[misc]
-        self._config = config
         options = {**config.engine_options(), **engine_options}
         started_s = time.monotonic()
         # Loading takes seconds to minutes, in which Serve must be able to reach this actor.
         self._llm = await asyncio.to_thread(AsyncLLM, config.model_source, **options)
         logger.info("%s is ready after %.1f s", config.model_id, time.monotonic() - started_s)
-        self._exporter: RayMetricsExporter | None = None
-
-    def __serve_build_asgi_app__(self) -> Any:
-        """The app, once the engine is there. Serve calls it after the constructor."""
-        config = self._config
         settings = config.options.settings
-        self._model = ServedModel.from_async_llm(
-            self._llm, [config.model_id, *config.model_loading_config.aliases], settings, config.options.chat_template
-        )
+        names = [config.model_id, *config.model_loading_config.aliases]
+        self._model = ServedModel.from_async_llm(self._llm, names, settings, config.options.chat_template)
+        self._app = create_app([self._model], settings, behind_serve=True)
+        self._exporter: RayMetricsExporter | None = None
         if config.log_engine_metrics:
             self._exporter = RayMetricsExporter(self._model.metrics, settings.enable_vllm_metric_names)
             self._exporter.start()
-        self._app = create_app([self._model], settings)
+
+    def __serve_build_asgi_app__(self) -> Any:
+        """What Serve sends HTTP requests to, when this is the ingress."""
         return self._app
 
     async def check_health(self) -> None:

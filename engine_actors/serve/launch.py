@@ -226,7 +226,7 @@ def _wait_until_running(configs: Sequence[LLMConfig], options: LaunchOptions, sa
         problem = next(filter(None, map(room_problem, configs)), None)
         if problem is not None and not may_grow:
             raise LaunchError(problem)
-        text = problem or _last_lines(texts)
+        text = problem or "; ".join(text.splitlines()[0] for text in texts)
         if time.monotonic() > deadline_s:
             raise LaunchError(f"{names} is not ready after {options.startup_timeout_s:g} s: {text or state}")
         if text and text != told:

@@ -58,13 +58,22 @@ class ServerMiddleware:
         api_keys: Accepted bearer tokens.
         metrics: Where requests are counted.
         paths: Known paths, the only ones that become metric labels.
+        echo_request_id: Send X-Request-Id back. Ray Serve does so itself: a second one would spoil the first.
     """
 
-    def __init__(self, app: App, api_keys: Sequence[str], metrics: HttpMetrics, paths: Sequence[str]) -> None:
+    def __init__(
+        self,
+        app: App,
+        api_keys: Sequence[str],
+        metrics: HttpMetrics,
+        paths: Sequence[str],
+        echo_request_id: bool = True,
+    ) -> None:
         self._app = app
         self._keys = ApiKeys(api_keys)
         self._metrics = metrics
         self._measured = frozenset(paths) - UNMEASURED_PATHS
+        self._echo_request_id = echo_request_id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -82,7 +91,9 @@ class ServerMiddleware:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 request_id = state["request_id"] = state["request_id"] or uuid4().hex
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode("latin-1"))]
+                if self._echo_request_id:
+                    echo = (b"x-request-id", request_id.encode("latin-1"))
+                    message["headers"] = [*message.get("headers", ()), echo]
             await send(message)
 
         try:

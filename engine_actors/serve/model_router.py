@@ -85,7 +85,7 @@ class ModelRouter:
         app.add_exception_handler(HTTPException, raise_as_api_error)
         paths = [route.path for route in asgi]
         # Keys are the models' own to check: every call carries the client's headers.
-        app.add_middleware(ServerMiddleware, api_keys=(), metrics=HttpMetrics(), paths=paths)
+        app.add_middleware(ServerMiddleware, api_keys=(), metrics=HttpMetrics(), paths=paths, echo_request_id=False)
         return app
 
     async def _by_body(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -107,9 +107,9 @@ class ModelRouter:
 
     async def _merged(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await read_body(scope, receive, self._max_body_bytes)
-        call = (_forwarded(scope), body)
-        answers = await asyncio.gather(*(handle.answer.remote(*call) for handle in self._handles.values()))
-        for message in merged_answer(scope["path"], answers):
+        forwarded = _forwarded(scope)
+        answers = await asyncio.gather(*(handle.answer.remote(forwarded, body) for handle in self._handles.values()))
+        for message in merged_answer(forwarded["path"], answers):
             await send(message)
 
     async def _relay(self, handle: Any, scope: Scope, body: bytes, send: Send) -> None:
@@ -117,9 +117,6 @@ class ModelRouter:
         try:
             async for batch in batches:
                 for message in batch:
-                    if message["type"] == "http.response.start":
-                        # The middleware here adds it again.
-                        message["headers"] = [pair for pair in message["headers"] if pair[0] != b"x-request-id"]
                     await send(message)
         except asyncio.CancelledError:
             batches.cancel()

@@ -60,3 +60,16 @@ def client(server: RunningServer, session_client: openai.OpenAI) -> openai.OpenA
 @pytest.fixture
 def http(server: RunningServer, session_http: httpx.Client) -> httpx.Client:
     return session_http
+
+
+@pytest.fixture(scope="module")
+def serve_port(ray_cluster: None) -> Iterator[int]:
+    """Ray Serve on the session's cluster."""
+    from ray import serve
+
+    from engine_actors.serve.direct import free_ports
+
+    (port,) = free_ports(1)
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    yield port
+    serve.shutdown()
