@@ -18,7 +18,7 @@ import ray
 from engine_actors import AsyncLLM, EngineDeadError, SamplingParams
 
 PROMPT = [5, 6, 7, 8]
-NODES_S = 120
+NODES_S = 240
 
 
 def wait_for_nodes(count: int) -> None:
