@@ -1,15 +1,18 @@
 """How far the engine's greedy texts agree with transformers' in bfloat16: computed in bfloat16, and in float32.
 
-    python benchmarks/agreement.py [MODEL_DIR] [--prompts 200] [--tokens 64]
+    python benchmarks/agreement.py [MODEL_DIR] [--prompts 200] [--tokens 64] [--vllm-python PATH] [--no-float32]
 
 Prompts are passages of this repository's documentation. Two texts agree up to their first different token; after it
 they are different texts. Prints, for each engine, the share of tokens before that place and of texts without one.
-transformers in float32 shows what rounding to bfloat16 alone costs.
+transformers in float32 shows what rounding to bfloat16 alone costs. --vllm-python names an interpreter that has vLLM.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -47,6 +50,29 @@ def by_engine(model: str, dtype: str, prompts: Texts, num_tokens: int) -> Texts:
         return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params)]
 
 
+VLLM_SCRIPT = """
+import json, os, sys
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
+from vllm import LLM, SamplingParams
+model, num_tokens, prompts = json.load(sys.stdin)
+llm = LLM(model=model, dtype="bfloat16", max_model_len=1024)
+params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+print("\\n" + json.dumps([list(o.outputs[0].token_ids) for o in outputs]))
+"""
+
+
+def by_vllm(python: str, model: str, prompts: Texts, num_tokens: int) -> Texts:
+    work = json.dumps([model, num_tokens, prompts])
+    env = {**os.environ, "PATH": f"{Path(python).parent}{os.pathsep}{os.environ.get('PATH', '')}"}
+    env.pop("PYTHONPATH", None)
+    done = subprocess.run(
+        [python, "-c", VLLM_SCRIPT], input=work, stdout=subprocess.PIPE, text=True, check=True, env=env
+    )
+    texts: Texts = json.loads(done.stdout.splitlines()[-1])
+    return texts
+
+
 def by_transformers(model: str, dtype: str, prompts: Texts, num_tokens: int) -> Texts:
     """One prompt at a time: padding would change the bits."""
     import torch
@@ -81,6 +107,8 @@ def main() -> None:
     parser.add_argument("model", nargs="?")
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--vllm-python", metavar="PATH")
+    parser.add_argument("--no-float32", action="store_true", help="leave out the rows in float32")
     args = parser.parse_args()
     if not args.model:
         from engine_actors.fetch_model import fetch_model
@@ -88,19 +116,21 @@ def main() -> None:
         args.model = str(fetch_model())
     prompts = passages(args.model, args.prompts)
     work = (prompts, args.tokens)
+    rows = {"engine, bfloat16": by_engine(args.model, "bfloat16", *work)}
+    if args.vllm_python:
+        rows["vLLM, bfloat16"] = by_vllm(args.vllm_python, args.model, *work)
     reference = by_transformers(args.model, "bfloat16", *work)
-    rows = {
-        "engine, bfloat16": by_engine(args.model, "bfloat16", *work),
-        "engine, float32": by_engine(args.model, "float32", *work),
-        "transformers, float32": by_transformers(args.model, "float32", *work),
-    }
+    if not args.no_float32:
+        rows["engine, float32"] = by_engine(args.model, "float32", *work)
+        rows["transformers, float32"] = by_transformers(args.model, "float32", *work)
     print(f"{args.prompts} prompts, {args.tokens} tokens each; against transformers in bfloat16")
     print(f"{'':<24}{'tokens':>10}{'texts':>10}")
     for name, texts in rows.items():
         tokens, whole = agreement(texts, reference)
         print(f"{name:<24}{tokens:>10.1%}{whole:>10.1%}")
-    tokens, whole = agreement(rows["engine, bfloat16"], rows["engine, float32"])
-    print(f"engine, bfloat16 against float32: {tokens:.1%} of tokens, {whole:.1%} of texts")
+    if not args.no_float32:
+        tokens, whole = agreement(rows["engine, bfloat16"], rows["engine, float32"])
+        print(f"engine, bfloat16 against float32: {tokens:.1%} of tokens, {whole:.1%} of texts")
 
 
 if __name__ == "__main__":
