@@ -35,6 +35,7 @@ from engine_actors.messages import (
     decode_messages,
 )
 from engine_actors.ray_places import place_of_this_process
+from engine_actors.ray_sigterm import on_sigterm
 from engine_actors.utility_queue import UtilityQueue
 from executors.base import ExecutorFailedError, StepFuture
 from executors.niceness import undo_ray_niceness
@@ -116,6 +117,11 @@ class EngineCoreActor:
         self._core.on_grammar_change(partial(loop.call_soon_threadsafe, self._changed.set))
         self._busy_loop_task = asyncio.create_task(self._run())
         return self._core.info
+
+    async def stop_on_sigterm(self) -> None:
+        """Shut down as a client would, with the configured timeout, when the actor's process gets SIGTERM."""
+        message = FromClient(0, ShutdownMessage(self._config.shutdown_timeout_s))
+        on_sigterm(partial(self._put, message))
 
     def _watch_executor(self) -> None:
         loop, executor = asyncio.get_running_loop(), self._core.executor

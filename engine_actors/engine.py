@@ -5,6 +5,7 @@ The actor owns its EngineCore, which owns its workers: when one ends, those belo
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from engine_actors.input_processor import PromptType
 from engine_actors.llm import as_conversation_list
 from engine_actors.outputs import RequestOutput
 from engine_actors.ray_places import place_of_this_process
+from engine_actors.ray_sigterm import on_sigterm
 from engine_actors.replay import RecoveryStats
 from engine_actors.utilities import AsyncUtilities
 from scheduler.sampling_params import RequestOutputKind, SamplingParams
@@ -42,6 +44,11 @@ class EngineActor(AsyncUtilities):
         os.environ["RAY_WARN_BLOCKING_GET_INSIDE_ASYNC"] = "0"
         config = EngineConfig.from_kwargs(model, **kwargs)
         self._llm = AsyncLLM.from_config(config)
+        self._stopping: asyncio.Task[None] | None = None
+        on_sigterm(self._stop)
+
+    def _stop(self) -> None:
+        self._stopping = asyncio.get_running_loop().create_task(self._llm.shutdown_async())
 
     async def generate(
         self,
@@ -152,7 +159,7 @@ class EngineActor(AsyncUtilities):
         await self._llm.shutdown_async(timeout_s)
 
     def __ray_shutdown__(self) -> None:
-        """Ray calls this when the last handle is gone, and on SIGTERM, once no call is pending.
+        """Ray calls this when the last handle is gone, and on SIGTERM (see `_stop`), once no call is pending.
 
         It would end EngineCore and workers by itself, but not give back their placement group.
         """

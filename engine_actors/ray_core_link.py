@@ -279,7 +279,9 @@ def _check_resources(options: dict[str, Any]) -> None:
 def _start(actor: Any, config: EngineConfig) -> CoreInfo:
     timeout_s = config.parallel_config.startup_timeout_s + STARTUP_GRACE_S
     try:
-        return ray.get(actor.start.remote(), timeout=timeout_s)
+        info = ray.get(actor.start.remote(), timeout=timeout_s)
+        actor.stop_on_sigterm.remote()
+        return info
     except RayTaskError as error:
         cause = error.cause if isinstance(error.cause, BaseException) else error
         raise EngineStartupError(f"the engine could not start: {type(cause).__name__}: {cause}") from cause

@@ -179,3 +179,36 @@ def test_engine_that_cannot_start_tells_why_at_the_first_call(
     with pytest.raises(ActorDiedError, match=text):
         ray.get(engine.generate.remote([[5]], GREEDY))
     wait_until_dead(live_actors() - before)
+
+
+def generate_until_it_fails(engine: Any) -> None:
+    while True:
+        ray.get(engine.generate.remote([[5]], GREEDY))
+
+
+@pytest.mark.parametrize("part", ["Engine", "EngineCore"])
+@pytest.mark.parametrize("timeout_s", [0.0, 60.0])
+def test_sigterm_aborts_or_drains_and_delivers_what_was_under_way(
+    make_engine: Make, part: str, timeout_s: float
+) -> None:
+    before = live_actors()
+    engine = make_engine({"step_s": 0.02}, shutdown_timeout_s=timeout_s)
+    pid = pid_of(engine, part)
+    actors = live_actors() - before
+    call = engine.generate.remote([[5]], GREEDY.clone(max_tokens=100))
+    stream = engine.stream.remote([6], GREEDY.clone(max_tokens=100))
+    first = ray.get(next(stream))
+    os.kill(pid, signal.SIGTERM)
+    (output,) = ray.get(call)
+    pieces = [first] + [ray.get(ref) for ref in stream]
+    tokens = [token for piece in pieces for token in piece.outputs[0].token_ids]
+    reasons = {output.outputs[0].finish_reason, pieces[-1].outputs[0].finish_reason}
+    assert reasons == ({"length"} if timeout_s else {"abort"})
+    assert len(tokens) == 100 if timeout_s else len(tokens) < 100
+    assert tokens == expected_tokens([6], 100)[: len(tokens)]
+    assert output.outputs[0].token_ids == expected_tokens([5], 100)[: len(output.outputs[0].token_ids)]
+    if part == "EngineCore":
+        with pytest.raises(EngineDeadError, match="shut down"):
+            generate_until_it_fails(engine)
+        actors.discard(engine._actor_id.hex())
+    wait_until_dead(actors, within_s=60)
