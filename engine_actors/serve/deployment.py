@@ -20,6 +20,7 @@ from engine_actors.serve.asgi_call import Answer, call_app, whole_answer
 from engine_actors.serve.llm_config import LLMConfig
 from engine_actors.serve.models import ServedModel
 from engine_actors.serve.ray_metrics import RayMetricsExporter
+from executors.niceness import undo_ray_niceness
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ class LLMServer:
     """
 
     async def __init__(self, config: LLMConfig, engine_options: dict[str, Any]) -> None:  # type: ignore[misc]
+        undo_ray_niceness()
         options = {**config.engine_options(), **engine_options}
         started_s = time.monotonic()
         # Loading takes seconds to minutes, in which Serve must be able to reach this actor.

@@ -142,6 +142,7 @@ def _start_ray(address: str | None, say: Say) -> bool:
     if ray.is_initialized():
         return False
     os.environ.setdefault("RAY_enable_worker_prestart", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # of the proxy too: Ray starts its processes at 15
     say("Starting Ray on this machine" if address is None else f"Joining the Ray cluster at {address}")
     try:
         ray.init(address, include_dashboard=False if address is None else None, log_to_driver=False,

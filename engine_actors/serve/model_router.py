@@ -24,6 +24,7 @@ from engine_actors.serve.merge import merged_answer
 from engine_actors.serve.middleware import ServerMiddleware
 from engine_actors.serve.options import check_keys
 from engine_actors.serve.resources import REPLICA_ENV, RETRY_AFTER_S
+from executors.niceness import undo_ray_niceness
 
 RELAYED = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
 """Paths whose body names the model."""
@@ -71,6 +72,7 @@ class ModelRouter:
     """
 
     def __init__(self, handles: Mapping[str, Any], aliases: Mapping[str, Sequence[str]], max_body_bytes: int) -> None:
+        undo_ray_niceness()
         self._handles = dict(handles)
         self._max_body_bytes = max_body_bytes
         self._ids = {name: model_id for model_id in handles for name in (model_id, *aliases.get(model_id, ()))}
