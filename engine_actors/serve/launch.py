@@ -24,6 +24,8 @@ from engine_actors.serve.llm_config import LLMConfig
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.5
+START_ATTEMPTS = 3
+"""Ray gives its own processes 30 s to start, which a busy machine may need more than once."""
 DELETE_POLL_S = 0.2
 Say = Callable[[str], None]
 
@@ -144,12 +146,17 @@ def _start_ray(address: str | None, say: Say) -> bool:
     os.environ.setdefault("RAY_enable_worker_prestart", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")  # of the proxy too: Ray starts its processes at 15
     say("Starting Ray on this machine" if address is None else f"Joining the Ray cluster at {address}")
-    try:
-        ray.init(address, include_dashboard=False if address is None else None, log_to_driver=False,
-                 logging_level=logging.WARNING, namespace="engine-actors")  # fmt: skip
-    except Exception as error:  # Ray raises plain Exceptions here too
-        where = "started on this machine" if address is None else f"reached at {address!r}"
-        raise LaunchError(f"Ray cannot be {where}: {error}") from error
+    for attempt in range(1, START_ATTEMPTS + 1):
+        try:
+            ray.init(address, include_dashboard=False if address is None else None, log_to_driver=False,
+                     logging_level=logging.WARNING, namespace="engine-actors")  # fmt: skip
+            break
+        except Exception as error:  # Ray raises plain Exceptions here too
+            ray.shutdown()
+            where = "started on this machine" if address is None else f"reached at {address!r}"
+            if address is not None or "timed out" not in str(error) or attempt == START_ATTEMPTS:
+                raise LaunchError(f"Ray cannot be {where}: {error}") from error
+            say(f"Trying again: {error}")
     return address is None
 
 
