@@ -192,6 +192,10 @@ class EngineCoreActor:
         if not check.cancelled():
             check.exception()  # Marks it as seen: whoever asked may have given up.
 
+    async def has_ended(self) -> bool:
+        """For clients that have no stream open, which tells the others."""
+        return self._state in ("stopped", "dead")
+
     async def where(self) -> str:
         return place_of_this_process()
 

@@ -23,6 +23,10 @@ from engine_actors.replay import RecoveryStats
 from scheduler.output import EngineCoreOutputs, FinishedRequest
 from scheduler.request import EngineCoreRequest
 
+IDLE_CHECK_S = 1.0
+"""How often an AsyncRayClient without anything under way asks whether the engine still runs: no call is pending then
+that would fail with it."""
+
 
 class _RayClientBase(EngineCoreClient):
     """What both have in common.
@@ -346,15 +350,29 @@ class AsyncRayClient(_RayClientBase):
             self._sent.set_result(None)
 
     async def _until_sent(self) -> None:
+        """Wait until something is sent to the engine, or the engine has ended, which leaves something to read."""
         self._check_final()
         self.link.check_alive()
-        self._sent = asyncio.get_running_loop().create_future()
+        self._sent = sent = asyncio.get_running_loop().create_future()
         try:
-            await self._sent
+            while not (await asyncio.wait({sent}, timeout=IDLE_CHECK_S))[0]:
+                if await self._has_ended():
+                    self.link.open_stream()
+                    return
         finally:
             self._sent = None
         if not self.link.has_stream:
             self.link.check_alive()
+
+    async def _has_ended(self) -> bool:
+        """Whether the engine is no longer running. One that does not answer is for `check_health` to find."""
+        self.link.check_alive()
+        try:
+            return await self.link.has_ended_async()
+        except TimeoutError:
+            return False
+        except RayError as error:
+            raise self.link.mark_lost(f"EngineCore's process died: {error}", error) from error
 
     async def _recover(self, error: EngineDeadError) -> None:
         """Go on with a new EngineCore, or raise `error` or why there is none."""

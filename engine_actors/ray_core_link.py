@@ -83,7 +83,7 @@ class CoreLink:
         sequence, self._sequence = self._sequence, self._sequence + 1
         try:
             if self._stream is None:
-                self._open_stream()
+                self.open_stream()
             self.actor.send.remote(self.client_index, sequence, encode_messages(messages))
         except RayError as error:
             raise self.mark_lost(f"EngineCore cannot be reached: {error}", error) from error
@@ -150,7 +150,7 @@ class CoreLink:
         if batch.paused_after is not None:
             self._stream = None
             if self._sequence > batch.paused_after:
-                self._open_stream()
+                self.open_stream()
         if batch.engine_core_dead is None:
             return batch
         text = f"EngineCore failed: {batch.engine_core_dead}"
@@ -159,7 +159,8 @@ class CoreLink:
             return batch  # The last the engine did; the next call raises.
         raise error
 
-    def _open_stream(self) -> None:
+    def open_stream(self) -> None:
+        """Ask for what the engine has for this client, or will have."""
         self._stream = self.actor.outputs.remote(self.client_index)
 
     @property
@@ -187,6 +188,10 @@ class CoreLink:
     async def health_async(self) -> HealthReport:
         self._check_open()
         return await asyncio.wait_for(_as_future(self.actor.health.remote()), HEALTH_TIMEOUT_S)
+
+    async def has_ended_async(self) -> bool:
+        """Whether the engine has died or was shut down; what it says of that can be read from a stream."""
+        return await asyncio.wait_for(_as_future(self.actor.has_ended.remote()), HEALTH_TIMEOUT_S)
 
     def health(self) -> HealthReport:
         self._check_open()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -179,6 +180,22 @@ async def test_idle_client_has_no_stream_and_both_goes_on_and_notices_a_death(ma
     await until(lambda: not engine.client.link.has_stream)
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(EngineDeadError, match="EngineCore's process died"):
+        await tokens_of(engine, [5, 6])
+
+
+@pytest.mark.parametrize("who", ["EngineCore", "worker"])
+async def test_idle_client_learns_of_a_death_without_a_call(make_llm: Make, who: str) -> None:
+    engine = make_llm()
+    (pid,) = await engine.collective_rpc(lambda worker: os.getpid())
+    if who == "worker":  # It dies later, of itself.
+        await engine.collective_rpc(
+            lambda worker: threading.Timer(1.0, worker.fail_now, ("worker rank 0 died",)).start()
+        )
+    await until(lambda: not engine.client.link.has_stream)
+    if who == "EngineCore":
+        os.kill(pid, signal.SIGKILL)
+    await until(lambda: engine.errored)
+    with pytest.raises(EngineDeadError, match="EngineCore's process died" if who == "EngineCore" else "rank 0 died"):
         await tokens_of(engine, [5, 6])
 
 
