@@ -185,7 +185,7 @@ def simulate(
         clock=lambda: now_s,
     )
     if headroom_blocks is not None:
-        scheduler.headroom_blocks = headroom_blocks
+        scheduler._batch.headroom_blocks = headroom_blocks
     model = ModelTimes(device, config.max_num_seqs)
     served: dict[str, Served] = {}
     # Each step passes all stages; a stage takes its share of the time and one step at a time.

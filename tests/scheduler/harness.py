@@ -136,7 +136,7 @@ class Harness:
 
     def schedule(self) -> SchedulerOutput | None:
         """Schedule and execute one step; its result is kept back until `update`."""
-        running = {request: request.num_remaining_tokens for request in self.scheduler._running}
+        running = {request: request.num_remaining_tokens for request in self.scheduler._batch.running}
         message = self.scheduler.schedule()
         if message is None:
             idle = not self.scheduler.has_runnable_requests or self.scheduler.waits_for_grammars_only
@@ -254,15 +254,15 @@ class Harness:
 
     def check_nothing_left(self) -> None:
         scheduler = self.scheduler
-        assert scheduler._kv.pool.num_free == scheduler._kv.pool.num_blocks - 1
-        assert sorted(scheduler._rows.free) == list(range(self.config.max_num_seqs))
+        assert scheduler._batch.kv.pool.num_free == scheduler._batch.kv.pool.num_blocks - 1
+        assert sorted(scheduler._batch.rows.free) == list(range(self.config.max_num_seqs))
         assert not scheduler._requests
         assert not scheduler._requests_of_client
-        assert not scheduler._running
-        assert not len(scheduler._waiting)
-        assert not scheduler._not_started
-        assert not scheduler._rows.retired
-        assert not scheduler._in_flight
+        assert not scheduler._batch.running
+        assert not len(scheduler._batch.waiting)
+        assert not scheduler._batch.not_started
+        assert not scheduler._batch.rows.retired
+        assert not scheduler._batch.in_flight
         assert not scheduler._ended_without_step
         assert self.grammars.is_empty
         assert scheduler._num_waiting == 0
@@ -270,8 +270,10 @@ class Harness:
     def check(self) -> None:
         """The invariants between calls."""
         scheduler = self.scheduler
-        pool, block_size = scheduler._kv.pool, scheduler._kv.block_size
-        sequences = [request.kv for request in scheduler._running] + [kv for _, kv, _ in scheduler._rows.retired]
+        pool, block_size = scheduler._batch.kv.pool, scheduler._batch.kv.block_size
+        sequences = [request.kv for request in scheduler._batch.running] + [
+            kv for _, kv, _ in scheduler._batch.rows.retired
+        ]
         owners: Counter[int] = Counter()
         groups: dict[int, int] = {}
         for kv in sequences:
@@ -285,20 +287,20 @@ class Harness:
         for block, count in owners.items():
             assert pool.ref_count(block) == count
             assert count == 1 or pool._hash_of[block] is not None
-        assert len(scheduler._running) <= self.config.max_num_seqs
-        rows = [request.row for request in scheduler._running]
-        rows += [row for _, _, row in scheduler._rows.retired] + scheduler._rows.free
+        assert len(scheduler._batch.running) <= self.config.max_num_seqs
+        rows = [request.row for request in scheduler._batch.running]
+        rows += [row for _, _, row in scheduler._batch.rows.retired] + scheduler._batch.rows.free
         assert sorted(rows) == list(range(self.config.max_num_seqs))
-        assert scheduler._stats.num_scheduled_tokens == self.num_scheduled_tokens
-        for request in scheduler._running:
+        assert scheduler._batch.stats.num_scheduled_tokens == self.num_scheduled_tokens
+        for request in scheduler._batch.running:
             self._check_running(request, block_size)
         waiting = sum(request.status is RequestStatus.WAITING for request in scheduler._requests.values())
-        assert len(scheduler._waiting) + len(scheduler._gate.held) == waiting
+        assert len(scheduler._batch.waiting) + len(scheduler._gate.held) == waiting
         without_grammar = [
             request for request in scheduler._requests.values() if request.status is RequestStatus.WAITING_FOR_GRAMMAR
         ]
         assert scheduler._num_waiting == waiting + len(without_grammar)
-        assert len(scheduler._requests) == scheduler._num_waiting + len(scheduler._running)
+        assert len(scheduler._requests) == scheduler._num_waiting + len(scheduler._batch.running)
         assert sum(scheduler._requests_of_client.values()) == len(scheduler._requests)
 
     def _check_running(self, request: Request, block_size: int) -> None:
@@ -333,7 +335,7 @@ class Harness:
             for request, remaining in running.items():
                 left_out = remaining == 1 and request.request_id not in scheduled
                 if left_out and request.status is RequestStatus.RUNNING:
-                    assert self.scheduler._kv.pool.num_free == 0, f"decode {request.request_id} left out"
+                    assert self.scheduler._batch.kv.pool.num_free == 0, f"decode {request.request_id} left out"
 
     def _take(self, outputs: dict[int, EngineCoreOutputs]) -> None:
         for client, output in outputs.items():

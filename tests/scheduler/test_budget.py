@@ -85,7 +85,7 @@ def test_without_chunking_a_recomputed_request_needs_only_its_prompt_in_one_step
     harness = Harness(
         enable_chunked_prefill=False, max_model_len=40, max_num_batched_tokens=40, num_blocks=1 + 14, caching=False
     )
-    harness.scheduler.headroom_blocks = 0
+    harness.scheduler._batch.headroom_blocks = 0
     first = harness.add(range(20), max_tokens=20)
     second = harness.add(range(100, 120), max_tokens=20)
     harness.run()

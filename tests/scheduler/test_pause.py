@@ -29,13 +29,13 @@ def test_kept_requests_go_on_where_they_stopped(harness: Harness) -> None:
     harness.scheduler.pause(PauseMode.KEEP)
     step_until_idle(harness)
     before = {name: list(sent.tokens) for name, sent in harness.sent.items()}
-    used = harness.scheduler._kv.pool.num_used
+    used = harness.scheduler._batch.kv.pool.num_used
     harness.add(range(7))
     assert harness.scheduler.has_requests()
     assert not harness.scheduler.has_runnable_requests
     assert harness.schedule() is None
     assert {name: sent.tokens for name, sent in harness.sent.items() if name in before} == before
-    assert harness.scheduler._kv.pool.num_used == used > 0
+    assert harness.scheduler._batch.kv.pool.num_used == used > 0
     harness.scheduler.resume()
     assert not harness.scheduler.is_paused
     harness.run()
@@ -111,7 +111,7 @@ def test_all_kv_can_be_given_back_during_a_pause_and_tokens_stay_the_same(harnes
             harness.scheduler.preempt_all()
     step_until_idle(harness)
     harness.scheduler.preempt_all()
-    assert harness.scheduler._kv.pool.num_used == 0
+    assert harness.scheduler._batch.kv.pool.num_used == 0
     assert harness.scheduler.reset_prefix_cache()
     harness.scheduler.resume()
     harness.run()

@@ -9,12 +9,12 @@ from tests.scheduler.harness import Harness
 def harness_of(num_blocks: int, **options: object) -> Harness:
     """`num_blocks` usable blocks of 4 tokens; admissions leave none free, so that they soon lack."""
     harness = Harness(num_blocks=1 + num_blocks, block_size=4, **{"caching": False, **options})  # type: ignore[arg-type]
-    harness.scheduler.headroom_blocks = 0
+    harness.scheduler._batch.headroom_blocks = 0
     return harness
 
 
 def waiting(harness: Harness) -> set[str]:
-    running = {request.request_id for request in harness.scheduler._running}
+    running = {request.request_id for request in harness.scheduler._batch.running}
     return set(harness.scheduler._requests) - running
 
 

@@ -92,7 +92,7 @@ def grammar(rng: random.Random) -> StructuredOutputsParams:
 def play(rng: random.Random) -> Harness:
     """A trace, run to its end."""
     harness = Harness(**configuration(rng))
-    harness.scheduler.headroom_blocks = rng.choice([0, 0, 1])  # without headroom there are more preemptions
+    harness.scheduler._batch.headroom_blocks = rng.choice([0, 0, 1])  # without headroom there are more preemptions
     for _ in range(rng.randint(1, 60)):
         action = "crash" if rng.random() < CRASHES else rng.choice(ACTIONS)
         if action == "crash":
@@ -109,7 +109,7 @@ def play(rng: random.Random) -> Harness:
             harness.abort(rng.choice(sorted(harness.sent)))
     harness.run()
     assert harness.scheduler.reset_prefix_cache()
-    assert harness.scheduler._kv.pool.num_cached == 0
+    assert harness.scheduler._batch.kv.pool.num_cached == 0
     return harness
 
 

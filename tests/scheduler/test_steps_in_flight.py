@@ -39,10 +39,10 @@ def test_async_drops_what_was_dispatched_beyond_a_stop_and_only_then_frees() -> 
     harness.update()
     harness.update()  # EOS, while a third step is in flight
     assert harness.sent["0"].finished is not None
-    assert harness.scheduler._kv.pool.num_used > 0
+    assert harness.scheduler._batch.kv.pool.num_used > 0
     assert harness.schedule() is None  # the row is still written
     harness.update()
-    assert harness.scheduler._kv.pool.num_used == 0
+    assert harness.scheduler._batch.kv.pool.num_used == 0
     assert list(harness.scheduled()) == ["1"]
     harness.run()
     assert tuple(harness.sent["0"].tokens) == tokens[:2]
@@ -73,13 +73,13 @@ def test_an_id_may_be_used_again_while_its_late_result_is_out() -> None:
 
 def test_a_preempted_request_keeps_the_token_it_had_in_flight() -> None:
     harness = async_harness(num_blocks=1 + 4, block_size=4, caching=False)
-    harness.scheduler.headroom_blocks = 0
+    harness.scheduler._batch.headroom_blocks = 0
     harness.add(range(7), "first", max_tokens=6)
     harness.add(range(100, 107), "second", max_tokens=6)
     harness.schedule()
     harness.schedule()  # all 8 slots of each
     assert harness.schedule() is None  # "second" is preempted; its blocks come back with the steps in flight
-    assert {request.request_id for request in harness.scheduler._running} == {"first"}
+    assert {request.request_id for request in harness.scheduler._batch.running} == {"first"}
     harness.update()
     harness.update()
     assert len(harness.sent["second"].tokens) == 2
@@ -94,7 +94,7 @@ def test_a_preempted_request_starts_again_only_with_all_its_tokens() -> None:
     harness.add(range(100, 107), "second", max_tokens=9)
     harness.schedule()
     harness.schedule()
-    scheduler._preempt(StepPlan(scheduler._step + 1, 64), scheduler._requests["second"])
+    scheduler._batch.preempt(StepPlan(scheduler._batch.step + 1, 64), scheduler._requests["second"])
     assert "second" not in harness.scheduled()  # there is room, but two of its tokens are on their way
     harness.update()
     assert "second" not in harness.scheduled()
@@ -105,14 +105,14 @@ def test_a_preempted_request_starts_again_only_with_all_its_tokens() -> None:
 
 def test_no_more_requests_are_preempted_than_give_enough_blocks_once_steps_are_back() -> None:
     harness = async_harness(num_blocks=1 + 6, block_size=4, caching=False)
-    harness.scheduler.headroom_blocks = 0
+    harness.scheduler._batch.headroom_blocks = 0
     for start in (0, 100, 200):
         harness.add(range(start, start + 7 - start // 200), max_tokens=8)
     harness.schedule()
     harness.schedule()  # the first two have filled their blocks
     harness.schedule()
-    assert harness.scheduler._running[-1].request_id == "1"
-    assert [request.request_id for request in harness.scheduler._running] == ["0", "1"]
+    assert harness.scheduler._batch.running[-1].request_id == "1"
+    assert [request.request_id for request in harness.scheduler._batch.running] == ["0", "1"]
     harness.run()
 
 
@@ -151,7 +151,7 @@ def test_a_pipeline_serves_everyone_even_if_it_is_never_filled() -> None:
 
 def test_a_batch_of_the_pipeline_is_not_left_empty_because_its_requests_wait_for_blocks() -> None:
     harness = Harness(depth=3, num_blocks=1 + 5, block_size=4, caching=False)
-    harness.scheduler.headroom_blocks = 0
+    harness.scheduler._batch.headroom_blocks = 0
     for start, length in ((0, 5), (100, 5), (200, 4)):
         harness.add(range(start, start + length), max_tokens=8)
     harness.schedule()
@@ -178,7 +178,7 @@ def test_a_stage_is_not_told_a_token_that_comes_with_a_resumed_request() -> None
     scheduler = harness.scheduler
     harness.add(range(5), max_tokens=4)
     harness.schedule()
-    scheduler._preempt(StepPlan(scheduler._step + 1, 64), scheduler._requests["0"])
+    scheduler._batch.preempt(StepPlan(scheduler._batch.step + 1, 64), scheduler._requests["0"])
     harness.update()  # the token it had in flight
     message = harness.schedule()
     assert message is not None

@@ -129,13 +129,13 @@ def assert_nothing_left(engine: LLMEngine) -> None:
     while core.has_requests():  # steps dispatched ahead of the last token
         engine.client.get_output()
     scheduler = core.scheduler
-    pool = scheduler._kv.pool
+    pool = scheduler._batch.kv.pool
     assert pool.num_free == pool.num_blocks - 1
     assert not any(pool._ref_counts)
-    assert sorted(scheduler._rows.free) == list(range(OPTIONS["max_num_seqs"]))
+    assert sorted(scheduler._batch.rows.free) == list(range(OPTIONS["max_num_seqs"]))
     containers = {
         name: len(value)
-        for owner in (scheduler, scheduler._rows, engine.output_processor, core)
+        for owner in (scheduler, scheduler._batch, scheduler._batch.rows, engine.output_processor, core)
         for name, value in vars(owner).items()
         if name not in ("free", "_utilities", "_tokenizer") and hasattr(value, "__len__")
     }
