@@ -15,7 +15,9 @@ from typing import Any
 import msgspec
 import torch
 
+from executors.calibration import measure_input_importance
 from executors.config import ModelConfig, ParallelConfig
+from executors.kernels.abi import WeightFormat
 from executors.kernels.choice import ComputeChoice, choose_compute
 from executors.kernels.step import NativeCompute
 from executors.kernels.threads import CpuClaim, cpus_of_worker
@@ -152,8 +154,12 @@ class Worker:
             attention_backend=choice.attention_backend,
             linear_method=choice.linear_method,
             ops=choice.ops,
+            before_prepare=self._calibrate if choice.formats.layers is WeightFormat.INT4 else None,
         )
         return model, self._make_compute(choice, model)
+
+    def _calibrate(self, model: CausalLM) -> None:
+        measure_input_importance(model, self.model_config, self.parallel)
 
     def _make_compute(self, choice: ComputeChoice, model: CausalLM) -> StepCompute:
         """Also gives the worker's threads to whoever computes."""

@@ -52,9 +52,7 @@ class ComputeChoice:
 
     @property
     def ops(self) -> LayerOps:
-        if self.kernels is None or self.whole_steps:
-            return TorchOps()
-        return NativeOps(self.kernels)
+        return TorchOps() if self.kernels is None else NativeOps(self.kernels)
 
     def __str__(self) -> str:
         if self.kernels is None:

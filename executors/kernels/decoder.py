@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from executors.kernels import abi
-from executors.kernels.abi import WeightFormat
 from executors.kernels.library import NativeKernels
 from executors.kernels.memory import HugePageArena
 from executors.kernels.packed import PackedWeight
 from executors.kernels.program import ACTIVATIONS, Decoder, DecoderLayer
 from executors.kernels.quantization import WeightFormats
+from executors.layers.linear import ColumnParallelLinear, RowParallelLinear
 from executors.layers.norm import RMSNorm
 from executors.layers.partition import shard_balanced
 from executors.models.decoder import DecoderLayer as TorchLayer
@@ -99,22 +99,29 @@ class _Packer:
     def __init__(self, kernels: NativeKernels, formats: WeightFormats) -> None:
         self._kernels, self._formats, self._arena = kernels, formats, HugePageArena()
 
-    def linear(self, weight: torch.Tensor, *, gate_up: bool = False, fine_inputs: bool = False) -> PackedWeight:
-        return self._pack(weight, self._formats.layers, gate_up=gate_up, fine_inputs=fine_inputs)
+    def linear(
+        self, layer: ColumnParallelLinear | RowParallelLinear, *, gate_up: bool = False, fine_inputs: bool = False
+    ) -> PackedWeight:
+        return PackedWeight(
+            self._kernels,
+            layer.weight,
+            gate_up=gate_up,
+            fine_inputs=fine_inputs,
+            format=self._formats.layers,
+            importance=layer.input_importance,
+            arena=self._arena,
+        )
 
     def vocabulary(self, weight: torch.Tensor) -> PackedWeight:
-        return self._pack(weight, self._formats.vocabulary)
-
-    def _pack(self, weight: torch.Tensor, format: WeightFormat, **options: bool) -> PackedWeight:
-        return PackedWeight(self._kernels, weight, format=format, arena=self._arena, **options)
+        return PackedWeight(self._kernels, weight, format=self._formats.vocabulary, arena=self._arena)
 
 
 def _pack_layer(pack: _Packer, layer: TorchLayer, tables: dict[str, torch.Tensor]) -> DecoderLayer:
     attention, mlp = layer.self_attn, layer.mlp
-    qkv = pack.linear(attention.qkv_proj.weight, fine_inputs=True)
-    output = pack.linear(attention.o_proj.weight)
-    gate_up = pack.linear(mlp.gate_up_proj.weight, gate_up=True)
-    down = pack.linear(mlp.down_proj.weight)
+    qkv = pack.linear(attention.qkv_proj, fine_inputs=True)
+    output = pack.linear(attention.o_proj)
+    gate_up = pack.linear(mlp.gate_up_proj, gate_up=True)
+    down = pack.linear(mlp.down_proj)
 
     def bias(packed: PackedWeight, values: torch.Tensor | None) -> torch.Tensor | None:
         return None if values is None else packed.pack_bias(values.detach())

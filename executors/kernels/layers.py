@@ -20,7 +20,7 @@ from executors.kernels.packed import PackedWeight
 from executors.kernels.quantization import WeightFormats
 from executors.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from executors.layers.linear import ColumnParallelLinear, GatedLinear
-from executors.layers.linear_method import LinearMethod
+from executors.layers.linear_method import TorchLinearMethod
 from executors.layers.ops import TorchOps
 
 
@@ -30,8 +30,11 @@ class _Packed:
     bias: torch.Tensor | None
 
 
-class NativeLinearMethod(LinearMethod):
-    """Weights in panels, in place of the row-major ones. A tied head reads the embedding's."""
+class NativeLinearMethod(TorchLinearMethod):
+    """Weights in panels, in place of the row-major ones; before they are packed torch multiplies.
+
+    A tied head reads the embedding's panels.
+    """
 
     def __init__(self, kernels: NativeKernels, formats: WeightFormats) -> None:
         self._kernels, self._formats = kernels, formats
@@ -46,7 +49,13 @@ class NativeLinearMethod(LinearMethod):
         else:
             gate_up = isinstance(layer, GatedLinear)
             is_qkv = isinstance(layer, ColumnParallelLinear) and not gate_up
-            weight = self._pack(layer.weight, self._formats.layers, gate_up=gate_up, fine_inputs=is_qkv)
+            weight = self._pack(
+                layer.weight,
+                self._formats.layers,
+                importance=layer.input_importance,
+                gate_up=gate_up,
+                fine_inputs=is_qkv,
+            )
             bias = getattr(layer, "bias", None)
             self._packed[layer] = _Packed(weight, None if bias is None else weight.pack_bias(bias.detach()))
         drop_weight(layer)
@@ -56,17 +65,26 @@ class NativeLinearMethod(LinearMethod):
         drop_weight(layer)
 
     def embed(self, layer: VocabParallelEmbedding, input_ids: torch.Tensor) -> torch.Tensor:
-        return ops.embed(self._embeddings[layer], input_ids)
+        packed = self._embeddings.get(layer)
+        return super().embed(layer, input_ids) if packed is None else ops.embed(packed, input_ids)
 
-    def _pack(self, weight: torch.Tensor, format: WeightFormat, **options: bool) -> PackedWeight:
-        return PackedWeight(self._kernels, weight.detach(), format=format, arena=self._arena, **options)
+    def _pack(
+        self, weight: torch.Tensor, format: WeightFormat, importance: torch.Tensor | None = None, **options: bool
+    ) -> PackedWeight:
+        return PackedWeight(
+            self._kernels, weight.detach(), format=format, importance=importance, arena=self._arena, **options
+        )
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        packed = self._packed[layer]
+        packed = self._packed.get(layer)
+        if packed is None:
+            return super().apply(layer, x, bias)
         return ops.linear(_rows(x), packed.weight, bias=None if bias is None else packed.bias)
 
     def apply_gated(self, layer: GatedLinear, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        packed = self._packed[layer]
+        packed = self._packed.get(layer)
+        if packed is None:
+            return super().apply_gated(layer, x, bias)
         bias = None if bias is None else packed.bias
         return ops.linear(_rows(x), packed.weight, bias=bias, activation=layer.activation)
 

@@ -104,7 +104,7 @@ def _declare(library: ctypes.CDLL) -> None:
         "ea_run_op": (i32, [i32, pointer, pointer, i32]),
         "ea_pack_bf16": (None, [pointer, i64, i64, i64, i32, pointer]),
         "ea_panel_bytes": (i64, [i32, i64]),
-        "ea_quantize": (None, [pointer, i64, i64, i64, i32, i32, pointer, pointer]),
+        "ea_quantize": (None, [pointer, i64, i64, i64, i32, i32, pointer, pointer, pointer]),
         "ea_dequantize": (None, [pointer, pointer, i64, i64, i32, i32, pointer, i64]),
         "ea_group_segment_bytes": (i64, [i32, i64]),
         "ea_group_create": (pointer, [pointer, i32, i32, i64, i64]),

@@ -20,6 +20,8 @@ class PackedWeight:
 
     Args:
         format: Integers are rounded from `weight`, with a step (INT4: and an offset) for each 32 inputs of an output.
+        importance: float32 [num_inputs], above zero: how much INT4 cares for the errors of each input's weights, such
+            as the mean square of the input. None treats all alike.
         fine_inputs: Inputs of an integer weight are rounded to 15 bits instead of 8, for twice the arithmetic.
         arena: Where the panels go; weights of one model made in the order of their use share one.
 
@@ -37,6 +39,7 @@ class PackedWeight:
         gate_up: bool = False,
         fine_inputs: bool = False,
         format: WeightFormat = WeightFormat.BF16,
+        importance: torch.Tensor | None = None,
         arena: HugePageArena | None = None,
     ) -> None:
         if weight.dim() != 2 or weight.dtype != torch.bfloat16 or weight.device.type != "cpu":
@@ -64,7 +67,19 @@ class PackedWeight:
         panel_bytes = library.ea_panel_bytes(format, self.num_inputs)
         self.data = arena.zeros((self.num_panels, panel_bytes), torch.uint8)
         self.scale = torch.zeros(self.num_panels * PANEL)
-        library.ea_quantize(*shape, format, self.data.data_ptr(), self.scale.data_ptr())
+        if importance is not None:
+            importance = importance.float().contiguous()
+            if importance.shape != (self.num_inputs,) or not (importance > 0).all() or not importance.isfinite().all():
+                raise ValueError(
+                    f"importance must be {self.num_inputs} positive numbers, got {tuple(importance.shape)}"
+                )
+        library.ea_quantize(
+            *shape,
+            format,
+            0 if importance is None else importance.data_ptr(),
+            self.data.data_ptr(),
+            self.scale.data_ptr(),
+        )
 
     @property
     def num_panels(self) -> int:

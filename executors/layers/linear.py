@@ -29,7 +29,11 @@ class OutputPart:
 
 
 class ColumnParallelLinear(nn.Module):
-    """x [n, in] → this rank's rows of every part, concatenated: [n, sum of shard sizes]. Needs no communication."""
+    """x [n, in] → this rank's rows of every part, concatenated: [n, sum of shard sizes]. Needs no communication.
+
+    Attributes:
+        input_importance: float32 [in], set by `executors.calibration` for the packing of weights; else None.
+    """
 
     def __init__(self, context: LayerContext, in_features: int, parts: Sequence[OutputPart], *, bias: bool) -> None:
         super().__init__()
@@ -40,6 +44,7 @@ class ColumnParallelLinear(nn.Module):
         self.weight = make_parameter((self.out_features, in_features), context.dtype, context.device, padded=padded)
         self.bias = make_parameter((self.out_features,), context.dtype, context.device, padded=padded) if bias else None
         self._method = context.linear_method
+        self.input_importance: torch.Tensor | None = None
 
     def weight_targets(self) -> Iterator[WeightTarget]:
         offset = 0
@@ -82,7 +87,11 @@ class GatedLinear(ColumnParallelLinear):
 
 
 class RowParallelLinear(nn.Module):
-    """x [n, shard.size], this rank's input features → [n, out], summed over the TP ranks."""
+    """x [n, shard.size], this rank's input features → [n, out], summed over the TP ranks.
+
+    Attributes:
+        input_importance: As of ColumnParallelLinear.
+    """
 
     def __init__(
         self, context: LayerContext, name: str, in_features: int, shard: Shard, out_features: int, *, bias: bool
@@ -97,6 +106,7 @@ class RowParallelLinear(nn.Module):
         self.bias = make_parameter((out_features,), context.dtype, context.device, padded=False) if bias else None
         self._method = context.linear_method
         self._parallel = context.parallel
+        self.input_importance: torch.Tensor | None = None
 
     def weight_targets(self) -> Iterator[WeightTarget]:
         yield WeightTarget(

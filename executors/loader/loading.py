@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -43,12 +43,14 @@ def load_model(
     linear_method: LinearMethod | None = None,
     ops: LayerOps | None = None,
     show_progress: bool = True,
+    before_prepare: Callable[[CausalLM], None] | None = None,
 ) -> CausalLM:
     """This rank's share of the model, ready to run once its KV caches are bound.
 
     Args:
         show_progress: A progress bar on stderr, on global rank 0 only.
         attention_backend, linear_method, ops: See `build_model`.
+        before_prepare: Called with the filled model, before its weights are packed.
 
     Raises:
         WeightLoadError: The checkpoint lacks, repeats, or misshapes a tensor, or a file is missing or broken.
@@ -73,6 +75,8 @@ def load_model(
         config, renamed = _settle_head(config, checkpoint)
         model = build(config)
         _fill_from_checkpoint(model, checkpoint, renamed, show_progress)
+    if before_prepare is not None:
+        before_prepare(model)
     model.prepare()
     return model
 

@@ -69,6 +69,24 @@ def test_int4_weights_lose_no_more_than_rounding_to_16_even_steps_of_each_group(
     assert (squared <= (plain - groups).square().sum(-1) * 1.01).all()
 
 
+def test_int4_weights_of_important_inputs_come_nearer(kernels: NativeKernels) -> None:
+    weight = random_bf16(200, 96)
+    importance = torch.ones(96)
+    importance[[3, 40, 77]] = 1000.0
+
+    def squared_errors(given: torch.Tensor | None) -> torch.Tensor:
+        packed = PackedWeight(kernels, weight, format=WeightFormat.INT4, importance=given)
+        return (packed.unpack() - weight.float()).square().mean(0)
+
+    alike, preferred = squared_errors(None), squared_errors(importance)
+    assert torch.equal(alike, squared_errors(torch.full((96,), 7.0)))
+    assert (preferred[[3, 40, 77]] < alike[[3, 40, 77]] / 10).all()
+    assert preferred.mean() < alike.mean() * 1.5
+    for wrong in (torch.ones(95), torch.zeros(96), torch.full((96,), float("nan"))):
+        with pytest.raises(ValueError, match="importance must be 96 positive numbers"):
+            squared_errors(wrong)
+
+
 @pytest.mark.parametrize("format", INTEGER_FORMATS)
 def test_weights_that_have_few_values_come_back(kernels: NativeKernels, format: WeightFormat) -> None:
     """Up to the 11 bits of float16 that int4's steps are kept in."""

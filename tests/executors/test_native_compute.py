@@ -19,6 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PretrainedConfig, Qwen3Config
 
 from executors.base import ExecutorFailedError
+from executors.calibration import measure_input_importance
 from executors.config import ModelConfig, ParallelConfig
 from executors.kernels import ops, threads
 from executors.kernels.build import KernelBuildError
@@ -26,7 +27,11 @@ from executors.kernels.library import NativeKernels
 from executors.kernels.packed import PackedWeight
 from executors.kernels.step import NativeCompute
 from executors.kernels.threads import CpuClaim, cpus_of_worker
+from executors.loader import load_model
 from executors.logits_processors import LogitsProcessor
+from executors.model_config import resolve_model_config
+from executors.models.decoder import DecoderLM
+from executors.parallel_state import ParallelState
 from executors.uniproc import UniProcExecutor
 from executors.worker import Worker
 from kv.config import CacheConfig
@@ -299,6 +304,27 @@ def _dequantised(worker: Worker) -> dict[str, torch.Tensor]:
         found |= {f"{prefix}.mlp.gate_proj.weight": gate, f"{prefix}.mlp.up_proj.weight": up}
         found[f"{prefix}.mlp.down_proj.weight"] = layer.down.unpack()
     return found
+
+
+def test_a_sample_finds_the_inputs_that_are_larger_than_the_rest(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    reference = AutoModelForCausalLM.from_config(FAMILIES["llama"], dtype=torch.bfloat16)
+    reference.model.layers[1].post_attention_layernorm.weight.data[17] = 30.0
+    reference.save_pretrained(tmp_path)
+    config = resolve_model_config(ModelConfig(model=str(tmp_path), dtype="bfloat16"))
+    model = load_model(config, ParallelState(), "cpu", show_progress=False)
+    measure_input_importance(model, config, ParallelState())
+    assert isinstance(model, DecoderLM)
+    for layer in model.layers:
+        for linear in (layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj):
+            assert linear.input_importance is not None
+            assert linear.input_importance.mean().item() == pytest.approx(1.1, rel=1e-3)
+            assert linear.input_importance.min() >= 0.1
+        assert layer.self_attn.attention.kv_cache is None
+    importance = model.layers[1].mlp.gate_up_proj.input_importance
+    assert importance is not None
+    assert importance.argmax() == 17
+    assert importance[17] > 50
 
 
 def test_quantization_that_cannot_be_done_is_refused_with_the_reason(llama_dir: Path) -> None:

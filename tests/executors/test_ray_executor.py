@@ -125,6 +125,21 @@ def test_bfloat16_ranks_and_stages_use_the_kernels_and_give_a_prompt_the_same_to
     assert tokens[1, 2] == tokens[1, 1]
 
 
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+def test_ranks_and_stages_quantise_their_shares(tiny_llama_dir: Path, tp: int, pp: int) -> None:
+    cache = CacheConfig(block_size=16, num_gpu_blocks_override=200)
+    config = ParallelConfig(tensor_parallel_size=tp, pipeline_parallel_size=pp, device="cpu", torch_num_threads=1)
+    model = ModelConfig(str(tiny_llama_dir), dtype="bfloat16", quantization="int4")
+    executor = RayExecutor(model, cache, SCHEDULER, config)
+    try:
+        assert all("int4 weights" in d["compute"] for d in executor.collective_rpc("describe"))
+        driver = StepDriver(executor, cache, SCHEDULER, known_tokens=True)
+        tokens = driver.generate(PROMPTS, 8)
+        assert driver.generate([PROMPTS[4]], 8, chunk=7) == [tokens[4]]
+    finally:
+        executor.shutdown()
+
+
 async def test_steps_calls_and_errors_of_a_healthy_executor(
     tiny_llama_dir: Path, expected: dict[str, list[list[int]]]
 ) -> None:

@@ -39,9 +39,9 @@ EA_EXPORT void ea_unpack_bf16(const bf16* packed, int64_t n, int64_t k, int inte
 }
 
 EA_EXPORT int64_t ea_panel_bytes(int format, int64_t k) { return panel_bytes(format, k); }
-EA_EXPORT void ea_quantize(const bf16* weight, int64_t ldw, int64_t n, int64_t k, int interleave_halves, int format, char* packed,
-                           float* scale) {
-  quantize_weight(weight, ldw, n, k, interleave_halves != 0, format, packed, scale);
+EA_EXPORT void ea_quantize(const bf16* weight, int64_t ldw, int64_t n, int64_t k, int interleave_halves, int format,
+                           const float* importance, char* packed, float* scale) {
+  quantize_weight(weight, ldw, n, k, interleave_halves != 0, format, importance, packed, scale);
 }
 EA_EXPORT void ea_dequantize(const char* packed, const float* scale, int64_t n, int64_t k, int interleave_halves, int format,
                              float* weight, int64_t ldw) {

@@ -1,5 +1,6 @@
 #include "quantize.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <vector>
@@ -69,7 +70,7 @@ struct Code {
 };
 
 // The nearest codes for the given step and low, as float16 will hold them.
-Code encode(const float* x, float step, float low) {
+Code encode(const float* x, const float* weights, float step, float low) {
   Code code;
   code.step = from_half(to_half(step));
   code.low = from_half(to_half(low));
@@ -82,51 +83,54 @@ Code encode(const float* x, float step, float low) {
       q = round_even(q < 15.0f ? q : 15.0f);
       code.q[c + i] = q;
       const float off = q * code.step + code.low - x[c + i];
-      error[i] += off * off;
+      error[i] += weights[c + i] * off * off;
     }
   code.error = total(error);
   return code;
 }
 
 // Step and low that fit the codes best (least squares).
-Code refit(const float* x, const Code& code) {
-  float q_lanes[kLanes] = {}, qq_lanes[kLanes] = {}, x_lanes[kLanes] = {}, qx_lanes[kLanes] = {};
+Code refit(const float* x, const float* weights, const Code& code) {
+  float w_lanes[kLanes] = {}, q_lanes[kLanes] = {}, qq_lanes[kLanes] = {}, x_lanes[kLanes] = {}, qx_lanes[kLanes] = {};
   for (int c = 0; c < kQuantGroup; c += kLanes)
     for (int i = 0; i < kLanes; i++) {
       const float q = code.q[c + i];
-      q_lanes[i] += q;
-      qq_lanes[i] += q * q;
-      x_lanes[i] += x[c + i];
-      qx_lanes[i] += q * x[c + i];
+      const float weight = weights[c + i];
+      w_lanes[i] += weight;
+      q_lanes[i] += weight * q;
+      qq_lanes[i] += weight * q * q;
+      x_lanes[i] += weight * x[c + i];
+      qx_lanes[i] += weight * q * x[c + i];
     }
+  const float sum_w = total(w_lanes);
   const float sum_q = total(q_lanes), sum_qq = total(qq_lanes), sum_x = total(x_lanes), sum_qx = total(qx_lanes);
-  const float determinant = kQuantGroup * sum_qq - sum_q * sum_q;
+  const float determinant = sum_w * sum_qq - sum_q * sum_q;
   if (determinant <= 0.0f) return code;
-  const float step = (kQuantGroup * sum_qx - sum_q * sum_x) / determinant;
+  const float step = (sum_w * sum_qx - sum_q * sum_x) / determinant;
   if (!(step > 0.0f)) return code;
-  return encode(x, step, (sum_x - step * sum_q) / kQuantGroup);
+  return encode(x, weights, step, (sum_x - step * sum_q) / sum_w);
 }
 
 // Of several codes the one with the least squared error. They span the group's range with 15 steps; a part of it, which
 // clips the extremes; or all of it with fewer steps, for weights that lie on such a lattice already.
-Code best_code(const float* x) {
+Code best_code(const float* x, const float* weights) {
   float low = x[0], high = x[0];
   for (int c = 1; c < kQuantGroup; c++) {
     low = x[c] < low ? x[c] : low;
     high = x[c] > high ? x[c] : high;
   }
   const float range = high - low;
-  Code best = encode(x, range / 15.0f, low);
+  Code best = encode(x, weights, range / 15.0f, low);
   const auto consider = [&](Code code, int refits) {
     if (code.error < best.error) best = code;
     for (; refits > 0 && best.error > 0.0f; refits--) {
-      code = refit(x, code);
+      code = refit(x, weights, code);
       if (code.error < best.error) best = code;
     }
   };
   consider(best, 2);
-  for (float steps = 14.0f; steps >= 12.0f && best.error > 0.0f; steps--) consider(encode(x, range / steps, low), 0);
-  for (const float span : {0.92f, 0.84f}) consider(encode(x, range * span / 15.0f, low + range * (1.0f - span) / 2), 1);
+  for (float steps = 14.0f; steps >= 12.0f && best.error > 0.0f; steps--) consider(encode(x, weights, range / steps, low), 0);
+  for (const float span : {0.92f, 0.84f}) consider(encode(x, weights, range * span / 15.0f, low + range * (1.0f - span) / 2), 1);
   return best;
 }
 
@@ -135,6 +139,7 @@ struct Job {
   float* target;
   char* packed;
   float* scale;
+  const float* importance;  // of each input, quant_groups(k) * 32
   int64_t ld, n, k;
   bool interleave;
   int format;
@@ -181,7 +186,7 @@ void quantize_row(const Job& job, char* panel, int lane, const float* row, float
       quantize_int8_group(panel, lane, group, x);
       continue;
     }
-    const Code code = best_code(x);
+    const Code code = best_code(x, job.importance + group * kQuantGroup);
     for (int c = 0; c < kQuantGroup; c++) {
       int shift;
       uint8_t* byte = int4_at(panel, lane, group * kQuantGroup + c, &shift);
@@ -243,12 +248,14 @@ void run(Job job) {
 
 }  // namespace
 
-void quantize_weight(const bf16* weight, int64_t ldw, int64_t n, int64_t k, bool interleave_halves, int format, char* packed,
-                     float* scale) {
-  run<quantize_panel>({weight, nullptr, packed, scale, ldw, n, k, interleave_halves, format});
+void quantize_weight(const bf16* weight, int64_t ldw, int64_t n, int64_t k, bool interleave_halves, int format,
+                     const float* importance, char* packed, float* scale) {
+  std::vector<float> padded(quant_groups(k) * kQuantGroup, 1.0f);
+  if (importance) std::copy(importance, importance + k, padded.begin());
+  run<quantize_panel>({weight, nullptr, packed, scale, padded.data(), ldw, n, k, interleave_halves, format});
 }
 
 void dequantize_weight(const char* packed, const float* scale, int64_t n, int64_t k, bool interleave_halves, int format,
                        float* weight, int64_t ldw) {
-  run<dequantize_panel>({nullptr, weight, (char*)packed, (float*)scale, ldw, n, k, interleave_halves, format});
+  run<dequantize_panel>({nullptr, weight, (char*)packed, (float*)scale, nullptr, ldw, n, k, interleave_halves, format});
 }
