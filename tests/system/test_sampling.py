@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from engine_actors import LLM, RequestOutputKind, SamplingParams
+from engine_actors import LLM, AsyncLLM, RequestOutputKind, SamplingParams
 from engine_actors.errors import EngineStartupError, InvalidRequestError
 from tests.fakes import CONFIG, VOCAB_SIZE, byte_level_tokenizer
 
@@ -28,7 +28,10 @@ FEATURES: dict[str, dict[str, Any]] = {
     "allowed": {"temperature": 1.2, "allowed_token_ids": [5, 6, 7, 100, 101], "top_p": 0.9},
     "bad words": {"temperature": 0.0, "bad_words_token_ids": [[40], [41, 42], [5]], "min_tokens": 3},
     "min-p": {"temperature": 1.1, "min_p": 0.02, "top_p": 0.95},
+    "stop strings": {"temperature": 1.0, "stop": ["th", "e", "no such text"], "include_stop_str_in_output": True},
+    "stop tokens": {"temperature": 1.0, "top_k": 30, "stop_token_ids": list(range(50, 80)), "min_tokens": 7},
     "all": {
+        "structured_outputs": {"regex": "[ -~]{100,}"},
         "temperature": 0.9, "top_k": 50, "top_p": 0.95, "min_p": 0.001, "repetition_penalty": 1.1, "min_tokens": 4,
         "presence_penalty": 0.3, "frequency_penalty": 0.2, "logit_bias": {9: 3.0}, "bad_words_token_ids": [[11, 12]],
         "allowed_token_ids": list(range(2, 300)),
@@ -66,7 +69,8 @@ def alone(llm: LLM) -> dict[str, Any]:
 def assert_same(output: Any, expected: Any) -> None:
     """Tokens equal; log-probabilities to rounding, with entries, ranks and text."""
     mine, theirs = output.outputs[0], expected.outputs[0]
-    assert mine.token_ids == theirs.token_ids
+    assert (mine.token_ids, mine.text) == (theirs.token_ids, theirs.text)
+    assert (mine.finish_reason, mine.stop_reason) == (theirs.finish_reason, theirs.stop_reason)
     assert len(mine.logprobs) == len(mine.token_ids)
     assert mine.cumulative_logprob == pytest.approx(theirs.cumulative_logprob, abs=1e-3)
     pairs = [*zip(mine.logprobs, theirs.logprobs, strict=True)]
@@ -165,6 +169,18 @@ def test_preempted(llama_dir: Path, alone: dict[str, Any], asynchronous: bool) -
 def test_parallel_layouts(llama_dir: Path, alone: dict[str, Any], options: dict[str, Any]) -> None:
     with LLM(str(llama_dir), **{**OPTIONS, **options}) as engine:
         check_mixed(engine, alone)
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_cluster")
+async def test_async_llm(llama_dir: Path, alone: dict[str, Any]) -> None:
+    engine = AsyncLLM(str(llama_dir), **OPTIONS)
+    try:
+        outputs = await engine.generate_all(*mixed_batch())
+    finally:
+        await engine.shutdown_async()
+    for name, output in zip(FEATURES, outputs, strict=False):
+        assert_same(output, alone[name])
 
 
 def test_prompt_logprobs_are_complete_after_prefix_hits(llm: LLM, alone: dict[str, Any]) -> None:
