@@ -8,11 +8,17 @@ from typing import Any
 import pytest
 import yaml
 
-from engine_actors.serve import LLMConfig, build_openai_app
+from engine_actors.serve import LLMConfig, build_openai_app, resources
 from engine_actors.serve.options import sort_options
 from engine_actors.serve.resources import deployment_options, replica_resources
 
 LOADING = {"model_id": "org/model-1.5", "model_source": "some/folder"}
+
+
+@pytest.fixture(autouse=True)
+def _no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is chosen by the cluster's nodes is chosen as before joining one, also when other tests have started Ray."""
+    monkeypatch.setattr(resources.ray, "is_initialized", lambda: False)
 
 
 def config(**fields: Any) -> LLMConfig:
