@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 from collections.abc import Iterator
@@ -250,3 +251,21 @@ def test_a_refused_schema_is_a_400_before_the_stream(client: openai.OpenAI) -> N
             model="smollm2", messages=[{"role": "user", "content": "Hi"}], response_format=response_format, stream=True
         )
     assert caught.value.param == "response_format"
+
+
+def test_vllms_own_benchmark_takes_the_server_for_vllms(server: CliServer, smollm2_dir: Path, tmp_path: Path) -> None:
+    python = os.environ.get("VLLM_PYTHON")
+    if not python:
+        pytest.skip("VLLM_PYTHON names no Python with vLLM")
+    arguments = [
+        "bench", "serve", "--base-url", server.url, "--model", "smollm2", "--tokenizer", str(smollm2_dir),
+        "--dataset-name", "random", "--num-prompts", "6", "--random-input-len", "16", "--random-output-len", "5",
+        "--max-concurrency", "3", "--save-result", "--result-dir", str(tmp_path), "--result-filename", "r.json",
+    ]  # fmt: skip
+    run = subprocess.run(
+        [python, "-m", "vllm.entrypoints.cli.main", *arguments], env={**environment(), "PYTHONPATH": ""},
+        capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-3000:]
+    figures = json.loads((tmp_path / "r.json").read_text())
+    assert (figures["completed"], figures["failed"], figures["total_output_tokens"]) == (6, 0, 30)
