@@ -77,6 +77,7 @@ def direct_environment() -> dict[str, str]:
         "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",
         "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER": "1s",
+        "RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S": "180",
     }
 
 
