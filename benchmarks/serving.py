@@ -4,13 +4,15 @@
 
 Measured in turn, each engine alone on the machine, with the same prompts: AsyncLLM in this process, our server
 (`engine-actors serve`, with HAProxy; with `--proxies haproxy ray` also with Serve's own proxy), and vLLM's. As many
-requests are kept in flight as there are streams; the client of the servers is this process.
+requests are kept in flight as there are streams; the client of the servers is this process. "front ms" is the CPU time per
+token of everything but the engine core and its workers: HTTP, proxies, Ray's own processes, detokenisation.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -27,12 +29,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from engine_actors.bench.client import BenchRequest, BenchResult, Target
 from engine_actors.bench.figures import load_figures
 from engine_actors.bench.load import LoadPlan, LoadReport, run_load
 
 START_S = 600
-COLUMNS = ("median_ttft_ms", "median_itl_ms", "mean_tpot_ms", "output_throughput")
+COLUMNS = ("median_ttft_ms", "median_itl_ms", "mean_tpot_ms", "output_throughput", "front_cpu_ms")
+ENGINE_PROCESSES = ("EngineCore", "RayWorker", "VLLM::Worker")
 Measured = dict[int, dict[str, Any]]
 
 
@@ -44,13 +49,27 @@ def requests_for(num_streams: int, args: argparse.Namespace) -> list[BenchReques
     return [BenchRequest(prompt, len(prompt), args.output_len) for prompt in prompts]
 
 
-def measure_server(url: str, model: str, args: argparse.Namespace) -> Measured:
+def front_cpu_s(root: psutil.Process) -> float:
+    """CPU time of a process and those under it, less engine core and workers."""
+    total = 0.0
+    for process in (root, *root.children(recursive=True)):
+        with contextlib.suppress(psutil.Error):
+            if not any(name in " ".join([process.name(), *process.cmdline()]) for name in ENGINE_PROCESSES):
+                times = process.cpu_times()
+                total += times.user + times.system
+    return total
+
+
+def measure_server(url: str, model: str, args: argparse.Namespace, root: psutil.Process) -> Measured:
     target = Target(f"{url}/v1/completions", model, extra={"ignore_eos": True, "temperature": 0})
     asyncio.run(run_load(target, requests_for(4, args)[:4], LoadPlan()))
     measured = {}
     for num_streams in args.streams:
         plan = LoadPlan(max_concurrency=num_streams)
-        measured[num_streams] = load_figures(asyncio.run(run_load(target, requests_for(num_streams, args), plan)))
+        before_s = front_cpu_s(root)
+        figures = load_figures(asyncio.run(run_load(target, requests_for(num_streams, args), plan)))
+        figures["front_cpu_ms"] = 1000 * (front_cpu_s(root) - before_s) / max(1, figures["total_output_tokens"])
+        measured[num_streams] = figures
     return measured
 
 
@@ -87,7 +106,12 @@ def measure_async_llm(args: argparse.Namespace) -> Measured:
 
     async def all_of_them() -> Measured:
         await asyncio.gather(*(one(request, asyncio.Semaphore(4)) for request in requests_for(4, args)[:4]))
-        measured = {num_streams: load_figures(await run(num_streams)) for num_streams in args.streams}
+        measured = {}
+        for num_streams in args.streams:
+            before_s = time.process_time()
+            measured[num_streams] = load_figures(await run(num_streams))
+            spent_s = time.process_time() - before_s
+            measured[num_streams]["front_cpu_ms"] = 1000 * spent_s / measured[num_streams]["total_output_tokens"]
         await llm.shutdown_async(0.0)
         return measured
 
@@ -99,11 +123,11 @@ def measure_async_llm(args: argparse.Namespace) -> Measured:
 
 
 @contextmanager
-def server(command: list[str], port: int, environment: dict[str, str] | None = None) -> Iterator[str]:
-    """A server process, once it answers; ended by Ctrl-C."""
+def server(command: list[str], port: int, environment: dict[str, str]) -> Iterator[tuple[str, psutil.Process]]:
+    """A server's URL and process, once it answers; ended by Ctrl-C."""
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
-            command, stdout=log, stderr=log, env={**os.environ, **(environment or {})}, start_new_session=True
+            command, stdout=log, stderr=log, env={**os.environ, **environment}, start_new_session=True
         )
         url = f"http://127.0.0.1:{port}"
         try:
@@ -113,7 +137,7 @@ def server(command: list[str], port: int, environment: dict[str, str] | None = N
                     log.seek(0)
                     raise RuntimeError(f"{command[0]} did not start:\n{log.read().decode(errors='replace')[-4000:]}")
                 time.sleep(0.5)
-            yield url
+            yield url, psutil.Process(process.pid)
         finally:
             process.send_signal(signal.SIGINT)
             try:
@@ -151,16 +175,18 @@ def measure(engine: str, args: argparse.Namespace) -> Measured:
                    "--max-model-len", str(args.max_model_len), "--served-model-name", "model",
                    "--num-gpu-blocks-override", str(args.num_blocks), "--proxy", proxy]  # fmt: skip
         environment = {}
-    with server(command, port, environment) as url:
-        return measure_server(url, "model", args)
+    with server(command, port, environment) as (url, root):
+        return measure_server(url, "model", args, root)
 
 
 def table(figures: dict[str, Measured], streams: list[int]) -> str:
-    lines = [f"{'':<16}{'streams':>8}{'TTFT ms':>10}{'ITL ms':>10}{'TPOT ms':>10}{'tokens/s':>10}{'failed':>8}"]
+    lines = [
+        f"{'':<16}{'streams':>8}{'TTFT ms':>10}{'ITL ms':>10}{'TPOT ms':>10}{'tokens/s':>10}{'front ms':>10}{'failed':>8}"
+    ]
     for num_streams in streams:
         for engine, measured in figures.items():
             row = measured[num_streams]
-            values = "".join(f"{row[column]:>10.1f}" for column in COLUMNS)
+            values = "".join(f"{row[column]:>10.{2 if column == COLUMNS[-1] else 1}f}" for column in COLUMNS)
             lines.append(f"{engine:<16}{num_streams:>8}{values}{row['failed']:>8}")
     return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""`engine-actors serve` with a real model, and what talks to it: curl, chat, bench, run-batch, lm-eval, instructor."""
+"""`engine-actors serve` with a real model, and what talks to it: curl, lm-eval, instructor, openai's parsing, vLLM's benchmark."""
 
 from __future__ import annotations
 
@@ -13,15 +13,12 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from typer.testing import CliRunner
 
-from engine_actors.cli.main import app
 from engine_actors.serve.direct import free_ports, haproxy_binary
 from tests.engine_actors.serve.cli_server import CliServer, cli_server, command, environment
 
 pytestmark = [pytest.mark.ray, pytest.mark.model]
 WAIT_S = 120
-runner = CliRunner()
 
 
 @pytest.fixture(scope="module")
@@ -75,78 +72,6 @@ def test_streams_through_the_proxy(client: openai.OpenAI) -> None:
     texts = [chunk.choices[0].text for chunk in chunks]
     assert "".join(texts).startswith(" Paris")
     assert len(texts) == 8
-
-
-def test_chat_answers_once(server: CliServer) -> None:
-    arguments = ["chat", "--url", f"{server.url}/v1", "-q", "What is the capital of France?", "--temperature", "0"]
-    result = runner.invoke(app, [*arguments, "--max-tokens", "20", "--stats"])
-    assert result.exit_code == 0, result.output
-    assert "Paris" in result.stdout
-    assert "first token after" in result.stdout
-
-
-def test_chat_keeps_the_conversation(server: CliServer) -> None:
-    arguments = ["chat", "--url", f"{server.url}/v1", "--temperature", "0", "--max-tokens", "24"]
-    lines = "My name is Oliver.\nWhat is my name?\n/help\n/reset\n/quit\n"
-    result = runner.invoke(app, arguments, input=lines)
-    assert result.exit_code == 0, result.output
-    assert "Oliver" in result.stdout.split("> ")[2]
-
-
-def test_chat_without_a_server_says_what_to_do() -> None:
-    (port,) = free_ports(1)
-    result = runner.invoke(app, ["chat", "--url", f"http://127.0.0.1:{port}/v1", "-q", "Hi"])
-    assert result.exit_code == 1
-    assert "start one with `engine-actors serve MODEL`" in result.stderr
-
-
-@pytest.mark.parametrize("backend", ["openai", "openai-chat"])
-def test_bench_serve_has_vllms_keys(server: CliServer, smollm2_dir: Path, tmp_path: Path, backend: str) -> None:
-    arguments = [
-        "bench", "serve", "--base-url", server.url, "--backend", backend, "--tokenizer", str(smollm2_dir),
-        "--num-prompts", "6", "--input-len", "16", "--output-len", "5", "--max-concurrency", "3",
-        "--request-rate", "20,40", "--plot", str(tmp_path / "latency.png"), "--goodput", "ttft:60000",
-        "--metric-percentiles", "50,99", "--save-result", "--result-dir", str(tmp_path), "--result-filename", "r.json",
-    ]  # fmt: skip
-    result = runner.invoke(app, arguments)
-    assert result.exit_code == 0, result.output
-    figures = json.loads((tmp_path / "r.json").read_text())
-    assert (figures["completed"], figures["failed"], figures["total_output_tokens"]) == (6, 0, 30)
-    if backend == "openai":
-        assert figures["total_input_tokens"] == 96
-    assert figures["request_goodput"] == figures["request_throughput"]
-    for metric in ("ttft", "tpot", "itl"):
-        assert 0 < figures[f"median_{metric}_ms"] <= figures[f"p99_{metric}_ms"]
-    assert figures["max_concurrent_requests"] <= 3
-    assert (tmp_path / "latency.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_run_batch_through_the_server_and_again(server: CliServer, tmp_path: Path) -> None:
-    body = {"model": "smollm2", "prompt": "One, two,", "max_tokens": 4, "temperature": 0}
-    requests = [
-        {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body},
-        {"custom_id": "b", "method": "POST", "url": "/v1/completions", "body": {**body, "temperature": 9}},
-        {"custom_id": "c", "method": "POST", "url": "/v1/embeddings", "body": body},
-    ]
-    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_text("\n".join(map(json.dumps, requests)) + "\nno json\n")
-    arguments = ["run-batch", "-i", str(source), "-o", str(target), "--url", server.url]
-    assert runner.invoke(app, arguments).exit_code == 0
-    answers = {answer["custom_id"]: answer for answer in map(json.loads, target.read_text().splitlines())}
-    assert answers["a"]["response"]["body"]["choices"][0]["text"] == " three, four"
-    assert answers["a"]["error"] is None
-    assert answers["b"]["response"]["status_code"] == 400
-    assert "temperature" in answers["b"]["error"]["message"]
-    assert "url must be one of" in answers["c"]["error"]["message"]
-    assert "line 4 is no JSON" in answers[None]["error"]["message"]
-    # A run that was cut off in the middle of a line goes on behind the last whole one.
-    kept = json.dumps({**answers["a"], "id": "kept"})
-    target.write_text(kept + "\n" + '{"custom_id": "b", "resp')
-    assert runner.invoke(app, arguments).exit_code == 0
-    again = list(map(json.loads, target.read_text().splitlines()))
-    assert again[0]["id"] == "kept"
-    assert [answer["custom_id"] for answer in again].count("a") == 1
-    assert {answer["custom_id"] for answer in again} == {"a", "b", "c", None}
 
 
 def test_lm_eval_gets_transformers_log_likelihoods(server: CliServer, smollm2_dir: Path, tmp_path: Path) -> None:
