@@ -4,8 +4,8 @@
 
 Measured in turn, each engine alone on the machine, with the same prompts: AsyncLLM in this process, our server
 (`engine-actors serve`, with HAProxy; with `--proxies haproxy ray` also with Serve's own proxy), and vLLM's. As many
-requests are kept in flight as there are streams; the client of the servers is this process. "front ms" is the CPU time per
-token of everything but the engine core and its workers: HTTP, proxies, Ray's own processes, detokenisation.
+requests are kept in flight as there are streams; the client of the servers is this process. "front ms" is the CPU time
+per token of everything but engine core and workers: HTTP, proxies, Ray's own processes, detokenisation.
 """
 
 from __future__ import annotations
@@ -180,9 +180,8 @@ def measure(engine: str, args: argparse.Namespace) -> Measured:
 
 
 def table(figures: dict[str, Measured], streams: list[int]) -> str:
-    lines = [
-        f"{'':<16}{'streams':>8}{'TTFT ms':>10}{'ITL ms':>10}{'TPOT ms':>10}{'tokens/s':>10}{'front ms':>10}{'failed':>8}"
-    ]
+    titles = ("streams", "TTFT ms", "ITL ms", "TPOT ms", "tokens/s", "front ms", "failed")
+    lines = [f"{'':<16}{titles[0]:>8}" + "".join(f"{title:>10}" for title in titles[1:-1]) + f"{titles[-1]:>8}"]
     for num_streams in streams:
         for engine, measured in figures.items():
             row = measured[num_streams]

@@ -1,4 +1,4 @@
-"""`engine-actors serve` with a real model, and what talks to it: curl, lm-eval, instructor, openai's parsing, vLLM's benchmark."""
+"""`engine-actors serve` with a real model, and what talks to it: curl, openai's parsing, lm-eval, instructor."""
 
 from __future__ import annotations
 
