@@ -55,6 +55,7 @@ FLAGS = (
     Flag("tokenizer", str, "Directory or hub id of another tokenizer than the model's.", MODEL),
     Flag("revision", str, "Branch, tag or commit at the hub.", MODEL),
     Flag("dtype", str, "Of weights and activations: auto, float32, bfloat16 or float16.", MODEL),
+    Flag("quantization", str, "Quantise the weights on load: int8 or int4.", MODEL, ("-q",)),
     Flag("load_format", str, "auto, safetensors, or dummy (random weights).", MODEL),
     Flag("trust_remote_code", bool, "Run model code from the hub. Off by default: it is code of strangers.", MODEL),
     Flag("generation_config", str, "auto takes sampling defaults from the model's file; vllm ignores it.", MODEL),
@@ -80,6 +81,7 @@ FLAGS = (
     Flag("async_scheduling", bool, "Dispatch a step before the last one's tokens are known.", SCHEDULING),
     Flag("tensor_parallel_size", int, "Worker actors that share each layer.", PARALLEL, ("-tp",)),
     Flag("pipeline_parallel_size", int, "Consecutive groups of layers, each on its own workers.", PARALLEL, ("-pp",)),
+    Flag("recovery", str, "replay: workers or an engine core that die are started anew, requests go on.", PARALLEL),
     Flag("device", str, "auto, cpu or cuda.", PARALLEL),
     Flag(
         "num_cpus_per_worker", float, "CPUs a CPU worker reserves in Ray (1 by default, may be a fraction).", PARALLEL
