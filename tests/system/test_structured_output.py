@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import msgspec
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine_actors import LLM, AsyncLLM, SamplingParams
 from engine_actors.errors import InvalidRequestError, RequestFailedError
+from scheduler.output import pack_int32
 from tests.fakes import CONFIG, EOS, byte_level_tokenizer
 
 INPROC: dict[str, Any] = {"engine_core": "inproc", "distributed_executor_backend": "uni"}
@@ -185,6 +187,35 @@ async def test_through_async_llm_a_grammar_on_its_way_holds_nobody_up_and_can_be
         check_mixed(await asyncio.wait_for(engine.generate_all(*mixed_batch()), 300), alone)
     finally:
         await engine.shutdown_async()
+
+
+def test_new_workers_go_on_with_the_text(llama_dir: Path, alone: dict[str, Result]) -> None:
+    with LLM(str(llama_dir), **INPROC, **OPTIONS) as engine:
+        core = engine.llm_engine.client.core  # type: ignore[attr-defined]
+        engine.llm_engine.add_request("a", PROMPT, params_of("json", logprobs=None))
+        outputs = []
+        while not outputs or len(outputs[-1].outputs[0].token_ids) < 5:
+            outputs += engine.llm_engine.step()
+        core.go_on_with(core.start_new_workers(120.0), "the test says so")
+        while engine.llm_engine.has_unfinished_requests():
+            outputs += engine.llm_engine.step()
+    completion = outputs[-1].outputs[0]
+    assert (completion.text, completion.token_ids, completion.finish_reason) == alone["json"]
+
+
+def test_a_new_engine_replays_the_tokens_that_another_generated(llm: LLM, alone: dict[str, Result]) -> None:
+    core = llm.llm_engine.client.core  # type: ignore[attr-defined]
+    _, tokens, reason = alone["json"]
+    (child,) = llm.llm_engine.input_processor.process("again", PROMPT, params_of("json", logprobs=None)).children
+    core.add_request(msgspec.structs.replace(child, output_token_ids=pack_int32(tokens[:7])))
+    found: list[int] = []
+    ends = []
+    while core.has_requests():
+        for outputs in core.step_fn().values():
+            found += outputs.token_ids
+            ends += outputs.finished
+    assert found == tokens[7:]
+    assert str(ends[0].reason) == reason
 
 
 def test_n_completions_each_have_their_own_matcher(llm: LLM) -> None:
