@@ -1,8 +1,8 @@
 """Settings that let Serve's HAProxy hand a connection straight to the replica, so that tokens never cross Ray.
 
-With Serve's own proxy a streamed token costs about 0.8 ms of CPU in proxy and replica together, with HAProxy 0.2 ms
-(SmolLM2-135M, 32 streams, 2 shared cores). Serve reads these settings once, from the environment of the process that
-makes its controller: `launch.py` sets them. The binary comes with ray[serve].
+Through Serve's own proxy every streamed token is a call of its own in proxy and replica; HAProxy passes bytes on.
+benchmarks/serving.py measures either. Serve reads these settings once, from the environment of the process that makes
+its controller: `launch.py` sets them. The binary comes with ray[serve].
 """
 
 from __future__ import annotations
