@@ -24,36 +24,50 @@ class PlacementGuard:
     Args:
         address: Of the cluster, "host:port".
         group_id: Hexadecimal.
+
+    Attributes:
+        pid: The guard's.
     """
 
     def __init__(self, address: str, group_id: str) -> None:
-        # A session of its own: signals to the actor's process group, and Ray's clean-up of an actor's children, are not
-        # meant for it. Nothing but the pipe's writing end, which only the actor's process holds, keeps it waiting.
-        self._process = subprocess.Popen(
+        # A session of its own, and no child of the actor's (see `_leave_parent`): signals to the actor's process group,
+        # and Ray's clean-up of an actor's children, are not meant for it. Nothing but the pipe's writing end, which
+        # only the actor's process holds, keeps it waiting.
+        self._starter = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, address, group_id, *filter(None, sys.path)],
             stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+        self._starter.wait()
+        assert self._starter.stdin is not None
+        assert self._starter.stdout is not None
+        self._to_guard, self._from_guard = self._starter.stdin, self._starter.stdout
+        self.pid = int(self._from_guard.readline())
 
     def release(self) -> None:
         """The group is gone; so is the guard when this returns. Idempotent."""
-        if self._process.stdin is None or self._process.stdin.closed:
+        if self._to_guard.closed:
             return
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(RELEASED)
-            self._process.stdin.flush()
+            self._to_guard.write(RELEASED)
+            self._to_guard.flush()
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        self._process.wait()
+            self._to_guard.close()
+        self._from_guard.read()
+        self._from_guard.close()
+
+
+def _leave_parent() -> None:
+    """Go on in a process that is nobody's child: a worker that Ray ends in order kills its children first."""
+    if os.fork():
+        os._exit(0)
+    os.write(sys.stdout.fileno(), b"%d\n" % os.getpid())
 
 
 def main(address: str, group_id: str, path: list[str]) -> None:
+    _leave_parent()
     if os.read(sys.stdin.fileno(), 1) == RELEASED:
         return
     # Only now is there something to do that needs Ray, and the memory it takes.
