@@ -319,12 +319,16 @@ class RayExecutor(Executor):
         return f"waiting for {'; '.join(names)}"
 
     def _kill_workers(self) -> None:
-        """Errors are those of a Ray that is going away itself."""
+        """Errors are those of a Ray that is going away itself. Once it is gone, these calls would start another Ray."""
+        if not ray.is_initialized():
+            return
         for worker in self._workers:
             with contextlib.suppress(RayError, ValueError):
                 ray.kill(worker)
 
     def _give_back(self) -> None:
+        if not ray.is_initialized():
+            return  # An own placement group goes with the job.
         with contextlib.suppress(RayError, ValueError):
             self.placement.remove()
 
