@@ -47,7 +47,7 @@ class PlacementGuard:
         self.pid = int(self._from_guard.readline())
 
     def release(self) -> None:
-        """The group is gone; so is the guard when this returns. Idempotent."""
+        """The group is gone; the guard ends, and has closed its pipes when this returns. Idempotent."""
         if self._to_guard.closed:
             return
         with contextlib.suppress(BrokenPipeError):

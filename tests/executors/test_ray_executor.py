@@ -334,7 +334,8 @@ def test_guard_of_a_group_ends_with_it(tiny_llama_dir: Path) -> None:
     guard = ray.get(owner.guard.remote())
     assert is_running(guard)
     ray.get(owner.shutdown.remote())
-    assert not is_running(guard)
+    while is_running(guard):  # It has closed its pipe, which is the last it does. pytest's timeout is the limit.
+        time.sleep(0.01)
     assert live_groups() == []
     ray.kill(owner)
 
