@@ -18,7 +18,7 @@ from typing import Any
 
 from engine_actors.config import EngineConfig
 from engine_actors.core import YIELD_S, CoreInfo, EngineCore, OutputsByClient, PendingStep
-from engine_actors.core_recovery import RecoveryFailedError, WorkerRecovery
+from engine_actors.core_recovery import WorkerRecovery
 from engine_actors.core_streams import Inbox, Outbox
 from engine_actors.errors import EngineDeadError, EngineRecoveredError
 from engine_actors.messages import (
@@ -36,6 +36,7 @@ from engine_actors.messages import (
 )
 from engine_actors.ray_places import place_of_this_process
 from engine_actors.ray_sigterm import on_sigterm
+from engine_actors.recovery_limits import RecoveryFailedError
 from engine_actors.utility_queue import UtilityQueue
 from executors.base import ExecutorFailedError, StepFuture
 from executors.niceness import undo_ray_niceness

@@ -13,19 +13,13 @@ from collections.abc import Callable
 
 from engine_actors.config import EngineConfig
 from engine_actors.core import EngineCore, NewWorkers
+from engine_actors.recovery_limits import RecoveryLimits
 from executors.base import ExecutorFailedError
 
 logger = logging.getLogger(__name__)
 
-FRUITLESS_PER_ATTEMPT = 4
-"""Recoveries in a row without a finished step that end the engine, as a multiple of max_recovery_attempts: enough for
-a few requests that crash the workers to be found one after another."""
 ABANDON_S = 10.0
 """How long the end of the engine waits for a start of workers under way."""
-
-
-class RecoveryFailedError(ExecutorFailedError):
-    """The workers failed and could not be replaced. The text has both causes."""
 
 
 class WorkerRecovery:
@@ -40,7 +34,7 @@ class WorkerRecovery:
         self._config = config
         self._on_done = on_done
         self._task: asyncio.Task[NewWorkers] | None = None
-        self._num_fruitless = 0
+        self._limits = RecoveryLimits(config)
         self._began_s = 0.0
         self.cause = ""
 
@@ -55,7 +49,7 @@ class WorkerRecovery:
 
     def note_progress(self) -> None:
         """A step has finished."""
-        self._num_fruitless = 0
+        self._limits.note_progress()
 
     def begin(self, error: ExecutorFailedError) -> None:
         """Start new workers.
@@ -66,13 +60,11 @@ class WorkerRecovery:
         """
         if not self._config.replays or self._core.runs_worker_in_process:
             raise error
-        self._num_fruitless += 1
-        limit = FRUITLESS_PER_ATTEMPT * self._config.max_recovery_attempts
-        if self._num_fruitless > limit:
-            raise RecoveryFailedError(f"{error}; this was failure {limit + 1} without one finished step in between")
+        self._limits.check(error)
         logger.warning("The workers failed; others are started and requests replayed. The cause: %s", error)
         self.cause, self._began_s = str(error), time.monotonic()
-        self._task = asyncio.create_task(self._start(error))
+        start = asyncio.to_thread(self._limits.try_start, error, "new workers", self._core.start_new_workers)
+        self._task = asyncio.create_task(start)
         self._task.add_done_callback(lambda _: self._on_done())
 
     def finish(self) -> float:
@@ -93,20 +85,3 @@ class WorkerRecovery:
         await asyncio.wait([self._task], timeout=ABANDON_S)
         if self._task.done() and self._task.exception() is None:
             await asyncio.to_thread(self._task.result().executor.shutdown)
-
-    async def _start(self, error: ExecutorFailedError) -> NewWorkers:
-        deadline_s = self._began_s + self._config.recovery_timeout_s
-        attempts = self._config.max_recovery_attempts
-        for attempt in range(1, attempts + 1):
-            try:
-                return await asyncio.to_thread(self._core.start_new_workers, max(1.0, deadline_s - time.monotonic()))
-            except Exception as failure:
-                if attempt == attempts or time.monotonic() >= deadline_s:
-                    lost_s = time.monotonic() - self._began_s
-                    raise RecoveryFailedError(
-                        f"{error}; no workers could be started in its place, {attempt} times in {lost_s:.0f} s "
-                        f"(max_recovery_attempts {attempts}, recovery_timeout_s {self._config.recovery_timeout_s:g}): "
-                        f"{failure}"
-                    ) from failure
-                logger.warning("Start %d of %d of new workers failed: %s", attempt, attempts, failure)
-        raise AssertionError("unreachable: the last attempt returns or raises")

@@ -257,7 +257,7 @@ GAUGES: tuple[tuple[str, str, Callable[[EngineMetrics], float]], ...] = (
     ("num_requests_running", "Sequences in the batch.", lambda m: m.stats.num_running),
     ("num_requests_waiting", "Sequences that wait to be scheduled.", lambda m: m.stats.num_waiting),
     ("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", lambda m: m.stats.kv_cache_usage),
-    ("recovering", "1 while failed parts of the engine are replaced.", lambda m: float(m.recovery.since_s is not None)),
+    ("recovering", "1 while a dead EngineCore is replaced.", lambda m: float(m.recovery.since_s is not None)),
 )
 COUNTERS: tuple[tuple[str, str, Callable[[EngineMetrics], float]], ...] = (
     ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda m: m.prefix_cache_queries),

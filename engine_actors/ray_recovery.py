@@ -8,10 +8,10 @@ from dataclasses import replace
 
 from engine_actors.config import EngineConfig
 from engine_actors.core import CoreInfo
-from engine_actors.core_recovery import FRUITLESS_PER_ATTEMPT
-from engine_actors.errors import EngineDeadError, EngineStartupError
+from engine_actors.errors import EngineDeadError
 from engine_actors.messages import RecoveryNotice
 from engine_actors.ray_core_link import CoreLink
+from engine_actors.recovery_limits import RecoveryFailedError, RecoveryLimits
 from engine_actors.replay import RecoveryStats, ReplayLog
 from scheduler.output import EngineCoreOutputs
 from scheduler.request import EngineCoreRequest
@@ -36,11 +36,11 @@ class CoreRecovery:
         )
         self.log = ReplayLog()
         self.stats = stats
-        self._num_fruitless = 0
+        self._limits = RecoveryLimits(config)
 
     def note_outputs(self, outputs: EngineCoreOutputs) -> list[EngineCoreRequest]:
         """Take in what EngineCore sent. Returns requests to be sent now that were held back."""
-        self._num_fruitless = 0
+        self._limits.note_progress()
         return self.log.note(outputs)
 
     def start_core(self, dead: CoreLink) -> CoreLink:
@@ -49,30 +49,19 @@ class CoreRecovery:
         Raises:
             EngineDeadError: It cannot be had; the text has both causes.
         """
-        error = dead.dead_error
+        error = dead.dead_error or EngineDeadError("EngineCore is dead")
         self.stats.begin()
-        began_s = time.monotonic()
-        self._num_fruitless += 1
-        limit = FRUITLESS_PER_ATTEMPT * self._config.max_recovery_attempts
-        if self._num_fruitless > limit:
-            raise EngineDeadError(f"{error}; this was failure {limit + 1} without one output in between")
-        logger.warning("EngineCore failed; another is started and requests replayed. The cause: %s", error)
-        deadline_s = began_s + self._config.recovery_timeout_s
-        attempts = self._config.max_recovery_attempts
-        for attempt in range(1, attempts + 1):
-            timeout_s = max(1.0, deadline_s - time.monotonic())
-            parallel_config = replace(self._config.parallel_config, startup_timeout_s=timeout_s)
-            try:
-                return CoreLink(replace(self._config, parallel_config=parallel_config))
-            except EngineStartupError as failure:
-                if attempt == attempts or time.monotonic() >= deadline_s:
-                    raise EngineDeadError(
-                        f"{error}; no other could be started, {attempt} times in {time.monotonic() - began_s:.0f} s "
-                        f"(max_recovery_attempts {attempts}, recovery_timeout_s {self._config.recovery_timeout_s:g}): "
-                        f"{failure}"
-                    ) from failure
-                logger.warning("Start %d of %d of a new EngineCore failed: %s", attempt, attempts, failure)
-        raise AssertionError("unreachable: the last attempt returns or raises")
+        try:
+            self._limits.check(error)
+            logger.warning("EngineCore failed; another is started and requests replayed. The cause: %s", error)
+            return self._limits.try_start(error, "another EngineCore", self._start_core)
+        except RecoveryFailedError as failure:
+            self.stats.since_s = None
+            raise EngineDeadError(str(failure)) from failure
+
+    def _start_core(self, timeout_s: float) -> CoreLink:
+        parallel_config = replace(self._config.parallel_config, startup_timeout_s=timeout_s)
+        return CoreLink(replace(self._config, parallel_config=parallel_config))
 
     def replay(self, dead: CoreLink) -> tuple[list[EngineCoreRequest], EngineCoreOutputs | None]:
         """The new EngineCore is there. Returns what to send to it, and the ends it will not report, if any."""

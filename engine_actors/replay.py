@@ -26,7 +26,8 @@ class RecoveryStats:
         recoveries: Failures that were repaired, of workers and of EngineCore.
         lost_s: Seconds from the failures until requests ran again.
         last_cause: Of the latest.
-        since_s: `time.monotonic()` when the recovery under way began; None while the engine is well.
+        since_s: `time.monotonic()` when a new EngineCore began to be started; None at other times. Recoveries of
+            workers are told when they are done; `HealthReport.state` shows them under way.
     """
 
     recoveries: int = 0

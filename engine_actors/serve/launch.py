@@ -11,7 +11,6 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,8 +93,11 @@ class RunningApp:
         from ray import serve
 
         if timeout_s > 0:
-            with suppress(Exception):
+            try:
                 serve.delete(self.options.app_name, _blocking=False)
+            except Exception as error:  # Ray is stopped all the same; what it raises when it is half gone is its own
+                logger.warning("Serve could not drain %s, which is cut: %s", self.options.app_name, error)
+                timeout_s = 0.0
             deadline_s = time.monotonic() + timeout_s
             while time.monotonic() < deadline_s and self.status() != "DELETED":
                 time.sleep(DELETE_POLL_S)

@@ -195,7 +195,7 @@ async def test_core_that_cannot_be_replaced_ends_every_call_with_both_causes(sta
     refusal.turn_on()
     await kill_core(engine)
     for stream in streams:
-        with pytest.raises(EngineDeadError, match=r"process died.*no other could be started.*no room"):
+        with pytest.raises(EngineDeadError, match=r"process died.*another EngineCore could not be started.*no room"):
             await read(stream)
     with pytest.raises(EngineDeadError, match="no room"):
         await engine.add_request([5], GREEDY)

@@ -8,10 +8,9 @@ import torch.nn.functional as F
 
 from executors.kernels import ops
 from executors.kernels.abi import WeightFormat
-from executors.kernels.build import KernelBuildError
 from executors.kernels.library import ISA_NAMES, NativeKernels
 from executors.kernels.packed import PackedWeight
-from tests.executors.kernel_cases import assert_within_bf16_rounding, kernels, random_bf16
+from tests.executors.kernel_cases import assert_within_bf16_rounding, kernels, kernels_or_skip, random_bf16
 
 __all__ = ["kernels"]
 
@@ -156,10 +155,7 @@ def test_a_row_has_the_same_bits_in_any_batch_and_with_any_threads(
 def test_instruction_sets_give_the_same_bits(format: WeightFormat, fine: bool) -> None:
     outputs = []
     for isa in ISA_NAMES:
-        try:
-            packed = PackedWeight(NativeKernels(isa), random_bf16(100, 70, seed=1), format=format, fine_inputs=fine)
-        except KernelBuildError as error:
-            pytest.skip(str(error))
+        packed = PackedWeight(kernels_or_skip(isa), random_bf16(100, 70, seed=1), format=format, fine_inputs=fine)
         outputs.append(ops.linear(random_bf16(7, 70), packed))
     assert torch.equal(*outputs)
 

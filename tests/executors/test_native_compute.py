@@ -22,7 +22,6 @@ from executors.base import ExecutorFailedError
 from executors.calibration import measure_input_importance
 from executors.config import ModelConfig, ParallelConfig
 from executors.kernels import ops, threads
-from executors.kernels.build import KernelBuildError
 from executors.kernels.library import NativeKernels
 from executors.kernels.packed import PackedWeight
 from executors.kernels.step import NativeCompute
@@ -38,6 +37,7 @@ from kv.config import CacheConfig
 from scheduler.config import SchedulerConfig
 from scheduler.output import NewRequestData
 from scheduler.sampling_params import SamplingParams
+from tests.executors.kernel_cases import kernels_or_skip
 from tests.executors.step_driver import GREEDY, Request, StepDriver
 
 CACHE = CacheConfig(block_size=16, num_gpu_blocks_override=200)
@@ -60,12 +60,7 @@ NUM_TOKENS = 12
 
 @pytest.fixture(scope="module", autouse=True)
 def _kernels() -> Iterator[None]:
-    try:
-        kernels = NativeKernels()
-    except KernelBuildError as error:
-        if " failed:\n" in str(error):  # a compiler is there, and does not accept the source
-            raise
-        pytest.skip(str(error))
+    kernels = kernels_or_skip()
     yield
     kernels.set_num_threads(1)
 

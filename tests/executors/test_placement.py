@@ -1,10 +1,12 @@
-"""Which rank goes where: decided from bundles and nodes alone, so provable without a cluster of many nodes."""
+"""Which rank goes where: decided from bundles and nodes alone, so mostly provable without a cluster of many nodes."""
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
+import ray
 
 from executors import placement
 from executors.base import ResourcesUnavailableError
@@ -80,3 +82,15 @@ def test_a_refusal_lists_what_is_needed_and_each_nodes_resources(
         "tensor_parallel_size 4 × pipeline_parallel_size 2 needs 8 workers with 1 GPU each, more than the cluster can "
         "give, even when it is idle; it has node ip-a: 3 GPU (1 GPU free), node ip-b: 4 GPU (0 GPU free)"
     )
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_cluster")
+def test_nodes_that_may_join_are_waited_for_only_if_asked() -> None:
+    too_much = {"CPU": 1000.0}
+    with pytest.raises(ResourcesUnavailableError, match=r"even when it is idle; it has node [^;]*$"):
+        placement.place_workers(2, 1, too_much, strategy=None, deadline_s=time.monotonic() + 60)
+    with pytest.raises(ResourcesUnavailableError, match=r"even when it is idle; it has .*; waited \d+ s"):
+        placement.place_workers(2, 1, too_much, strategy=None, deadline_s=time.monotonic(), wait_for_nodes=True)
+    groups = ray.util.placement_group_table().values()
+    assert not [group for group in groups if group["state"] != "REMOVED"], "a group is left behind"

@@ -11,17 +11,15 @@ from typing import TypeVar
 import pytest
 import torch
 
-from executors.kernels.library import native_kernels
 from executors.shared_memory import SLOT_BYTES, SharedMemoryGroup, SharedMemoryPeerLostError, segment_bytes
+from tests.executors.kernel_cases import kernels_or_skip
 
 T = TypeVar("T")
 
 
 def on_ranks(size: int, body: Callable[[SharedMemoryGroup], T], timeout_s: float = 60.0) -> list[T]:
     """`body` on threads with one segment, as processes have it; results in rank order."""
-    kernels = native_kernels()
-    if kernels is None:
-        pytest.skip("the native kernels are not available")
+    kernels = kernels_or_skip()
     segment = mmap.mmap(-1, segment_bytes(kernels, size))
     with ThreadPoolExecutor(size) as pool:
         return list(
@@ -109,4 +107,4 @@ def test_types_and_places_are_checked() -> None:
     with pytest.raises(ValueError, match="tensor must be one of"):
         on_ranks(1, lambda group: group.all_reduce(torch.ones(1, dtype=torch.int64)))
     with pytest.raises(ValueError, match="rank 2 of size 2"):
-        SharedMemoryGroup(native_kernels(), mmap.mmap(-1, 4096), 2, 2, 1.0)  # type: ignore[arg-type]
+        SharedMemoryGroup(kernels_or_skip(), mmap.mmap(-1, 4096), 2, 2, 1.0)
