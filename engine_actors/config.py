@@ -130,12 +130,12 @@ class EngineConfig:
         model_config = _build(ModelConfig, {"model": str(model), **options})
         parallel_config = _build(ParallelConfig, options)
 
-        from executors.model_config import check_parallel, resolve_model_config
+        from executors.model_config import check_parallel, resolve_model_config, with_resolution
 
         resolved = resolve_model_config(model_config)
         check_parallel(resolved, parallel_config.tensor_parallel_size, parallel_config.pipeline_parallel_size)
         config = EngineConfig(
-            model_config=model_config,
+            model_config=with_resolution(resolved),
             cache_config=_build(CacheConfig, options),
             scheduler_config=_scheduler_config(options, resolved.max_model_len),
             parallel_config=parallel_config,
@@ -174,7 +174,7 @@ _OWN_FIELDS: dict[str, Any] = {
 
 def option_names() -> list[str]:
     """Every keyword `EngineConfig.from_kwargs` takes, besides `model`."""
-    names = {field.name for config in _CONFIGS for field in fields(config)} - {"model"}
+    names = {field.name for config in _CONFIGS for field in fields(config)} - {"model", "resolved"}
     return sorted(names | set(_OWN_FIELDS) | set(ALIASES))
 
 

@@ -13,6 +13,7 @@ from engine_actors.messages import RecoveryNotice
 from engine_actors.ray_core_link import CoreLink
 from engine_actors.recovery_limits import RecoveryFailedError, RecoveryLimits
 from engine_actors.replay import RecoveryStats, ReplayLog
+from executors.config import ModelConfig
 from scheduler.output import EngineCoreOutputs
 from scheduler.request import EngineCoreRequest
 
@@ -31,7 +32,7 @@ class CoreRecovery:
         # What was settled stays: requests were checked against it.
         self._config = replace(
             config.with_max_model_len(info.max_model_len),
-            model_config=replace(config.model_config, max_model_len=info.max_model_len),
+            model_config=_with_settled_length(config.model_config, info.max_model_len),
             parallel_config=replace(config.parallel_config, wait_for_nodes=True),
         )
         self.log = ReplayLog()
@@ -83,3 +84,8 @@ def note_worker_recoveries(stats: RecoveryStats, notices: list[RecoveryNotice]) 
             notice.num_replayed,
             notice.cause,
         )
+
+
+def _with_settled_length(config: ModelConfig, max_model_len: int) -> ModelConfig:
+    """The same, but -1 (as long as memory allows) shall not be settled again."""
+    return replace(config, max_model_len=max_model_len) if config.max_model_len == -1 else config

@@ -32,6 +32,8 @@ class ModelConfig:
         attention_backend: "auto", or a name in `executors.attention.registry`.
         logits_processors: Qualified names of `executors.logits_processors.LogitsProcessor` subclasses, which every
             worker that samples imports and runs, in this order.
+        resolved: No option: what `executors.model_config.with_resolution` has read for CPU workers, as bytes that need
+            neither torch nor transformers to be passed on. None: each worker reads the model's config files.
     """
 
     model: str
@@ -47,6 +49,7 @@ class ModelConfig:
     attention_backend: str = "auto"
     hf_overrides: dict[str, Any] = field(default_factory=dict)
     logits_processors: list[str] = field(default_factory=list)
+    resolved: bytes | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:

@@ -10,7 +10,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +20,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from executors.base import Executor, ExecutorFailedError, FailureCallback, StepFuture
 from executors.config import ModelConfig, ParallelConfig
-from executors.model_config import resolve_model_config
 from executors.placement import Placement, place_workers
 from executors.ray_worker import RayWorkerActor
 from executors.step_monitor import ROOT_CAUSE_WAIT_S, FailureReport, PendingStep, StepMonitor
@@ -89,10 +87,7 @@ class RayExecutor(Executor):
         )
         try:
             self._create_workers(demand)
-            # While the actors' processes start. On CUDA the dtypes that can be used are the workers' to find out.
-            resolved = replace(resolve_model_config(model_config), hf_config=None) if self._device == "cpu" else None
-            configs = (resolved or model_config, cache_config, scheduler_config, parallel_config)
-            self._start_workers(configs, deadline_s)
+            self._start_workers((model_config, cache_config, scheduler_config, parallel_config), deadline_s)
             self._monitor = StepMonitor(
                 parallel_config.step_timeout_s,
                 kill_workers=self._kill_workers,

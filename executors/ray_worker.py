@@ -1,7 +1,8 @@
 """The actor around a Worker: one process per rank, driven by RayExecutor.
 
 Steps and other calls run in order on one thread. The concurrency group "control" has threads of its own, so that
-`watch` and `ping` answer while a step runs.
+`watch` and `ping` answer while a step runs. This module loads no torch, so that EngineCore, whose executor creates the
+actors, needs none; a worker imports it in `init_worker`.
 """
 
 from __future__ import annotations
@@ -9,13 +10,15 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
 from executors.network import use_interface_of
 from executors.niceness import undo_ray_niceness
-from executors.worker import Worker
+
+if TYPE_CHECKING:
+    from executors.worker import Worker
 
 _CONTROL_THREADS = 4
 """One is taken by `watch`."""
@@ -67,6 +70,8 @@ class RayWorker:
         """
         if device == "cuda":
             device = f"cuda:{_cuda_index()}"
+        from executors.worker import Worker
+
         use_interface_of(ray.util.get_node_ip_address())
         self._worker = Worker(*configs, rank=self._rank, device=device, **kwargs)
         self._store = None  # The process group keeps it now.

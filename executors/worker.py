@@ -24,7 +24,7 @@ from executors.kernels.threads import CpuClaim, cpus_of_worker
 from executors.loader import load_model
 from executors.logits_pipeline import load_logits_processor
 from executors.memory import allocate_kv_caches, default_cpu_kv_bytes
-from executors.model_config import ResolvedModelConfig, resolve_model_config
+from executors.model_config import resolve_on_worker
 from executors.model_runner import ModelRunner
 from executors.models.base import CausalLM
 from executors.parallel_state import ParallelState
@@ -61,7 +61,7 @@ class Worker:
 
     def __init__(
         self,
-        model_config: ModelConfig | ResolvedModelConfig,
+        model_config: ModelConfig,
         cache_config: CacheConfig,
         scheduler_config: SchedulerConfig,
         parallel_config: ParallelConfig,
@@ -75,7 +75,6 @@ class Worker:
         """Takes the device and joins the other ranks; returns when all have joined.
 
         Args:
-            model_config: Already resolved where the executor could do it for all ranks: that takes seconds of imports.
             rank: Global rank, pp_rank × tp_size + tp_rank.
             local_rank: Number among this engine's workers on the node.
             distributed_init_method: Where rank 0 listens, "tcp://address:port"; unused with one rank.
@@ -99,9 +98,7 @@ class Worker:
         self._cpu_claim: CpuClaim | None = None
         self.compute_name = ""
         self._init_device()
-        if isinstance(model_config, ModelConfig):
-            model_config = resolve_model_config(model_config, self.device.type)
-        self.model_config = model_config
+        self.model_config = resolve_on_worker(model_config, self.device.type)
         self._cache_dtype = _CACHE_DTYPES.get(cache_config.cache_dtype, self.model_config.dtype)
         self.parallel = ParallelState.initialize(
             rank=rank,

@@ -66,6 +66,16 @@ def test_importing_kv_and_scheduler_loads_neither_torch_nor_ray() -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_an_engine_core_that_starts_ray_workers_loads_no_torch() -> None:
+    """Its start is part of every start and recovery: torch and transformers cost seconds of it."""
+    code = (
+        "import sys, engine_actors.core_actor, executors.ray_executor\n"
+        "print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]"
+
+
 def test_only_ray_files_import_ray() -> None:
     allowed = {path for pattern in RAY_FILES for path in ROOT.glob(pattern)}
     wrong = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,13 @@ import torch
 import transformers
 
 from executors.config import ModelConfig
-from executors.model_config import ModelConfigError, model_length_limit, resolve_model_config
+from executors.model_config import (
+    ModelConfigError,
+    model_length_limit,
+    resolve_model_config,
+    resolve_on_worker,
+    with_resolution,
+)
 from executors.models.registry import supported_architectures
 from tests.executors.paged_runner import resolve
 from tests.executors.test_models_llama import SMALL, save_random_model
@@ -202,3 +209,17 @@ def test_unknown_layer_type_is_refused(tmp_path: Path) -> None:
     write_config(tmp_path, config, layer_types=["full_attention", "chunked_attention", "full_attention"])
     with pytest.raises(ModelConfigError, match="got 'chunked_attention'"):
         resolve(tmp_path)
+
+
+def test_a_worker_takes_what_the_front_end_has_read(tmp_path: Path) -> None:
+    resolved = resolve_model_config(ModelConfig(str(write_config(tmp_path))))
+    (tmp_path / "config.json").unlink()
+    assert resolve_on_worker(with_resolution(resolved), "cpu") == replace(resolved, hf_config=None)
+
+
+def test_a_worker_reads_for_itself_what_holds_for_another_config_or_device(tmp_path: Path) -> None:
+    config = with_resolution(resolve_model_config(ModelConfig(str(write_config(tmp_path)))))
+    (tmp_path / "config.json").unlink()
+    for other, device in ((replace(config, max_model_len=16), "cpu"), (config, "cuda")):
+        with pytest.raises(ModelConfigError, match=r"config\.json"):
+            resolve_on_worker(other, device)
