@@ -9,6 +9,7 @@ from dataclasses import replace
 from engine_actors.config import EngineConfig
 from engine_actors.core import CoreInfo
 from engine_actors.errors import EngineDeadError
+from engine_actors.lasting_utilities import LastingUtilities
 from engine_actors.messages import RecoveryNotice
 from engine_actors.ray_core_link import CoreLink
 from engine_actors.recovery_limits import RecoveryFailedError, RecoveryLimits
@@ -25,6 +26,7 @@ class CoreRecovery:
 
     Attributes:
         log: Every unfinished request.
+        lasting: What utilities have made of the engine, for the next EngineCore.
         stats: What recoveries cost so far; those of workers, which EngineCore tells of, included.
     """
 
@@ -36,6 +38,7 @@ class CoreRecovery:
             parallel_config=replace(config.parallel_config, wait_for_nodes=True),
         )
         self.log = ReplayLog()
+        self.lasting = LastingUtilities()
         self.stats = stats
         self._limits = RecoveryLimits(config)
 

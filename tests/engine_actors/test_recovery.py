@@ -262,3 +262,42 @@ def test_wrong_recovery_options_are_refused(fake_config: MakeConfig, option: str
 def test_recovery_needs_an_actor(fake_config: MakeConfig) -> None:
     with pytest.raises(ValueError, match="engine_core='actor'"):
         fake_config(recovery="replay", engine_core="inproc")
+
+
+async def test_a_new_core_is_asleep_paused_and_set_as_the_old_one_was(start: Start) -> None:
+    engine = start()
+    stream = await engine.add_request(PROMPTS[0], GREEDY)
+    first = await anext(stream)
+    await engine.update_config({"max_num_queued_requests": 7})
+    await engine.pause("keep")
+    await engine.sleep(1, mode="keep")
+    await kill_core(engine)
+    await until(lambda: engine.recovery_stats.recoveries == 1)
+    assert (await engine.is_sleeping(), await engine.is_paused()) == (True, True)
+    assert (await engine.update_config({}))["max_num_queued_requests"] == 7
+    await engine.wake_up()
+    assert (await engine.is_sleeping(), await engine.is_paused()) == (False, True)
+    await kill_core(engine)  # awake again, and still paused
+    await until(lambda: engine.recovery_stats.recoveries == 2)
+    assert (await engine.is_sleeping(), await engine.is_paused()) == (False, True)
+    await engine.resume()
+    assert first.outputs[0].token_ids + await read(stream) == expected_tokens(PROMPTS[0], NUM_TOKENS)
+
+
+def test_synchronous_engine_stays_paused_when_its_core_dies(fake_config: MakeConfig) -> None:
+    engine = LLMEngine(fake_config(None, recovery="replay"))
+    try:
+        engine.pause("keep")
+        engine.add_request("a", PROMPTS[0], GREEDY)
+        os.kill(engine.collective_rpc(lambda worker: os.getpid())[0], signal.SIGKILL)
+        with contextlib.suppress(EngineRecoveredError):
+            engine.is_paused()
+        assert engine.is_paused()
+        engine.resume()
+        tokens: list[int] = []
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                tokens += output.outputs[0].token_ids
+        assert tokens == expected_tokens(PROMPTS[0], NUM_TOKENS)
+    finally:
+        engine.shutdown()
