@@ -7,14 +7,17 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from ray.exceptions import RayError, RayTaskError
 
+from engine_actors import AsyncLLM, SamplingParams
+from scheduler.sampling_params import RequestOutputKind
 from tests.engine_actors.serve.serve_app import WAIT_S, gauge, llm_config, running_app, wait_for
 
 pytestmark = [pytest.mark.ray]
@@ -109,6 +112,49 @@ def test_a_client_that_leaves_frees_its_kv_through_serves_proxy(http: httpx.Clie
         wait_for(lambda: gauge(http, "num_requests_running") == 0, "still running")
         wait_for(lambda: gauge(http, "kv_cache_usage_perc") == 0, "KV is still in use")
     assert http.get("load").json() == {"server_load": 0}
+
+
+def test_async_llm_works_in_a_deployment_of_ones_own(app: Any, random_llama_dir: Path, expected: list[int]) -> None:
+    """One that knows nothing of this package's Serve application; its group's first bundle is the replica's own."""
+    from ray import serve
+
+    @serve.deployment(
+        ray_actor_options={"num_cpus": 1}, placement_group_bundles=[{"CPU": 1}, {"CPU": 1}], health_check_period_s=0.5
+    )
+    class Generator:
+        def __init__(self, model: str) -> None:
+            self.llm = AsyncLLM(model, max_model_len=256, num_gpu_blocks_override=64)
+
+        async def check_health(self) -> None:
+            await self.llm.check_health()
+
+        async def stream(self, prompt: list[int]) -> AsyncIterator[list[int]]:
+            params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+            async for output in self.llm.generate(prompt, params):
+                yield output.outputs[0].token_ids
+
+        async def kill_worker(self) -> None:
+            await self.llm.collective_rpc(lambda worker: os.kill(os.getpid(), signal.SIGKILL))
+
+    handle = serve.run(Generator.bind(str(random_llama_dir)), name="own", route_prefix=None)
+    try:
+
+        def tokens() -> list[int]:
+            return [t for part in handle.options(stream=True).stream.remote(BODY["prompt"]) for t in part]
+
+        assert tokens() == expected
+        with pytest.raises(RayTaskError, match="EngineDeadError"):
+            handle.kill_worker.remote().result()
+
+        def is_back() -> bool:
+            try:
+                return tokens() == expected
+            except RayError:
+                return False  # The replica that lost its engine, until its health check has failed.
+
+        wait_for(is_back, "Serve did not replace the replica whose engine had died")
+    finally:
+        serve.delete("own")
 
 
 def test_figures_reach_rays_own_endpoint(http: httpx.Client) -> None:
