@@ -12,6 +12,7 @@ import os
 import selectors
 import signal
 import socket
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -218,18 +219,20 @@ def load_vocabulary(start: Start) -> Any:
     Raises:
         StructuredOutputError: The tokenizer's spelling is not known.
     """
-    import xgrammar
+    if not start.trust_remote_code:
+        # Neither tokenizers nor xgrammar need torch; importing it takes longer than all the rest. Only a tokenizer of
+        # the model's own code may want it.
+        sys.modules["torch"] = None  # type: ignore[assignment]
     from transformers import AutoTokenizer
 
+    from engine_actors.structured_output import native
     from engine_actors.structured_output.vocabulary import token_texts
 
     tokenizer = AutoTokenizer.from_pretrained(start.tokenizer, trust_remote_code=start.trust_remote_code)
     texts = token_texts(tokenizer, start.vocab_size)
     for token in start.stop_token_ids:
         texts[token] = b""
-    return xgrammar.TokenizerInfo(
-        texts, xgrammar.VocabType.RAW, vocab_size=start.vocab_size, stop_token_ids=start.stop_token_ids
-    )
+    return native.new_tokenizer_info(texts, start.stop_token_ids)
 
 
 def main() -> None:
@@ -251,7 +254,7 @@ def main() -> None:
     except Exception as error:  # transformers and xgrammar raise many types
         send(encode(NotStarted(f"structured output is not available: {error}")))
         return
-    send(encode(Started(tokenizer_info.serialize_json())))
+    send(encode(Started(str(tokenizer_info.serialize_json()))))
     Server(tokenizer_info, start.limits, requests, send).run()
 
 

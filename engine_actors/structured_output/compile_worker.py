@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from engine_actors.structured_output import native
 from engine_actors.structured_output.bitmask import full_mask, mask_of, num_words
 from engine_actors.structured_output.compile_messages import (
     Compile,
@@ -61,15 +62,11 @@ def _limit_memory(num_bytes: int) -> None:
 
 class _Worker:
     def __init__(self, tokenizer_info: Any, limits: CompileLimits) -> None:
-        import xgrammar
-
-        self._xgrammar = xgrammar
         self._limits = limits
-        # No cache: EngineCore has one. One thread: a fork must not need more.
-        self._compiler = xgrammar.GrammarCompiler(tokenizer_info, max_threads=1, cache_enabled=False)
-        self._bitmask = np.zeros((1, num_words(tokenizer_info.vocab_size)), dtype=np.int32)
-        vocab_size = tokenizer_info.vocab_size
-        self._texts = full_mask(vocab_size) & ~mask_of(tokenizer_info.stop_token_ids, vocab_size)
+        self._compiler = native.new_compiler(tokenizer_info)
+        vocab_size = tokenizer_info.vocab_size()
+        self._bitmask = np.zeros((1, num_words(vocab_size)), dtype=np.int32)
+        self._texts = full_mask(vocab_size) & ~mask_of(tokenizer_info.stop_token_ids(), vocab_size)
 
     def compile(self, request: Compile) -> Reply:
         try:
@@ -78,7 +75,7 @@ class _Worker:
             grammar = self._compile(request.spec, source)
             taken = time.process_time() - started
             self._try_out(grammar)
-            text = grammar.serialize_json() if taken > _CHEAP_S else ""
+            text = str(grammar.serialize_json()) if taken > _CHEAP_S else ""
         except StructuredOutputError as error:
             return Refused(request.job, str(error))
         except MemoryError:
@@ -99,10 +96,7 @@ class _Worker:
 
     def _compile(self, spec: GrammarSpec, source: GrammarSource) -> Any:
         with _Messages() as messages:
-            if source.is_structural_tag:
-                grammar = self._compiler.compile_structural_tag(source.text)
-            else:
-                grammar = self._compiler.compile_grammar(source.text)
+            grammar = native.compile_grammar(self._compiler, source.text, is_structural_tag=source.is_structural_tag)
         # xgrammar warns where it goes on without something that was asked for.
         if messages.text:
             raise StructuredOutputError(f"{spec.kind}: {_first_line(messages.text)}")
@@ -115,17 +109,17 @@ class _Worker:
             StructuredOutputError: A mask takes too long, or allows no token.
         """
         for seed in range(_TRIAL_TEXTS):
-            matcher = self._xgrammar.GrammarMatcher(grammar)
+            matcher = native.new_matcher(grammar)
             choose = np.random.default_rng(seed)
             for _ in range(_TRIAL_TOKENS):
                 started = time.thread_time()
-                matcher.fill_next_token_bitmask(self._bitmask, 0)
+                native.fill_bitmask(matcher, self._bitmask, 0)
                 allowed = np.flatnonzero(np.unpackbits((self._bitmask & self._texts).view(np.uint8), bitorder="little"))
                 if not allowed.size:
                     if matcher.is_completed():
                         break
                     raise StructuredOutputError("the grammar leads to where no token of the vocabulary fits")
-                matcher.accept_token(int(choose.choice(allowed)))
+                native.accept_token(matcher, int(choose.choice(allowed)))
                 self._check_duration(time.thread_time() - started)
 
     def _check_duration(self, seconds: float) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from engine_actors.structured_output import native
 from engine_actors.structured_output.compile_messages import (
     Cancel,
     Compile,
@@ -37,6 +38,8 @@ logger = logging.getLogger(__name__)
 _SERVER = "engine_actors.structured_output.compile_server"
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 """Threads do not survive a fork, and locks they hold would."""
+_QUIET = {"TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
+"""It would say that there is no torch, which is as it should be."""
 _JOIN_S = 5.0
 
 
@@ -138,7 +141,7 @@ class Compiler:
             process = self._process
         if process is not None:
             return process
-        environment = {**os.environ, **_ONE_THREAD, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        environment = {**os.environ, **_ONE_THREAD, **_QUIET, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         process = subprocess.Popen(
             [sys.executable, "-m", _SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
         )
@@ -161,6 +164,7 @@ class Compiler:
         if stdout is None:
             raise RuntimeError("the compiler process was started without a pipe")
         try:
+            native.load()  # While the process starts.
             while (body := read_frame(stdout.read)) is not None:
                 self._receive(msgspec.msgpack.decode(body, type=Reply))
         except Exception:  # nothing may wait for a reader that has gone
@@ -176,11 +180,8 @@ class Compiler:
 
     def _receive(self, reply: Reply) -> None:
         if isinstance(reply, Started):
-            import xgrammar
-
-            info = xgrammar.TokenizerInfo.deserialize_json(reply.tokenizer_info)
-            self._tokenizer_info = info
-            self._own_compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+            self._tokenizer_info = native.read_tokenizer_info(reply.tokenizer_info)
+            self._own_compiler = native.new_compiler(self._tokenizer_info)
         elif isinstance(reply, NotStarted):
             logger.warning("%s", reply.error)
             with self._lock:
@@ -193,14 +194,10 @@ class Compiler:
             self._finish(reply.job, self._load(reply))
 
     def _load(self, reply: Compiled) -> Any:
-        import xgrammar
-
         try:
             if reply.grammar:
-                return xgrammar.CompiledGrammar.deserialize_json(reply.grammar, self._tokenizer_info)
-            if reply.is_structural_tag:
-                return self._own_compiler.compile_structural_tag(reply.source)
-            return self._own_compiler.compile_grammar(reply.source)
+                return native.read_grammar(reply.grammar, self._tokenizer_info)
+            return native.compile_grammar(self._own_compiler, reply.source, is_structural_tag=reply.is_structural_tag)
         except RuntimeError as error:  # xgrammar's own errors are RuntimeErrors
             return CompilerDiedError(f"the compiled grammar cannot be read: {error}")
 

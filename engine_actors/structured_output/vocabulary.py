@@ -24,7 +24,8 @@ def token_texts(tokenizer: Any, vocab_size: int) -> list[bytes]:
         raise StructuredOutputError(
             f"structured output needs a fast tokenizer (tokenizers library), got {type(tokenizer).__name__}"
         )
-    decoder = json.loads(backend.to_str()).get("decoder") or {}
+    # The decoder's own state: the whole tokenizer's, with all tokens, takes longer to write and read than all the rest.
+    decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {}
     steps = decoder.get("decoders", []) if decoder.get("type") == "Sequence" else [decoder]
     kinds = {step.get("type") for step in steps}
     if "ByteLevel" in kinds:

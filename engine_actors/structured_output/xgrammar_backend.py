@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from engine_actors.structured_output import native
 from engine_actors.structured_output.bitmask import Mask, full_mask, mask_of
 from engine_actors.structured_output.compile_messages import CompileLimits, Start
 from engine_actors.structured_output.compiler import Compiler
@@ -70,7 +71,7 @@ class XGrammarBackend(StructuredOutputBackend):
             else:
                 grammar = done.result()
                 if self._textless is None:
-                    self._textless = frozenset(grammar.tokenizer_info.special_token_ids)
+                    self._textless = frozenset(grammar.tokenizer_info().special_token_ids())
                 compiled.set_result(_XGrammar(grammar, self._eos_token_ids, self._textless, self._all_tokens))
 
         inner.add_done_callback(finish)
@@ -97,18 +98,16 @@ class _XGrammar(CompiledGrammar):
 
     @property
     def size_bytes(self) -> int:
-        return int(self._grammar.memory_size_bytes)
+        return int(self._grammar.memory_size_bytes())
 
 
 class _XGrammarMatcher(Matcher):
     """xgrammar's matcher, and the mask of the current place once it is known."""
 
     def __init__(self, grammar: Any, stops: list[int], all_tokens: Mask, ignore_eos: bool) -> None:
-        import xgrammar
-
-        self._matcher = xgrammar.GrammarMatcher(grammar, override_stop_tokens=stops)
+        self._matcher = native.new_matcher(grammar, stops)
         self._all_tokens = all_tokens
-        vocab_size = grammar.tokenizer_info.vocab_size
+        vocab_size = grammar.tokenizer_info().vocab_size()
         self._text_tokens = all_tokens & ~mask_of(stops, vocab_size)
         self._ignore_eos = ignore_eos
         self._mask: Mask | None = None
@@ -117,7 +116,7 @@ class _XGrammarMatcher(Matcher):
         matcher = self._matcher
         accepted = 0
         for token in token_ids:
-            if matcher.is_terminated() or not matcher.accept_token(token):
+            if matcher.is_terminated() or not native.accept_token(matcher, token):
                 break
             accepted += 1
         if accepted:
@@ -154,7 +153,7 @@ class _XGrammarMatcher(Matcher):
         if self._mask is None:
             mask = self._all_tokens.copy()
             if not self._matcher.is_terminated():
-                self._matcher.fill_next_token_bitmask(mask.reshape(1, -1), 0)
+                native.fill_bitmask(self._matcher, mask.reshape(1, -1), 0)
                 mask &= self._all_tokens  # xgrammar leaves the bits beyond the vocabulary as they were
                 if self._ignore_eos:
                     texts = mask & self._text_tokens

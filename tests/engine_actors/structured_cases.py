@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from engine_actors.structured_output import native
 from engine_actors.structured_output.source import grammar_source
 from scheduler.structured_params import StructuredOutputsParams
 
@@ -19,38 +20,29 @@ STOP = 256
 @functools.cache
 def byte_compiler() -> Any:
     """xgrammar's compiler for the vocabulary of single bytes and a stop token."""
-    import xgrammar
-
-    info = xgrammar.TokenizerInfo([bytes([byte]) for byte in range(256)] + [b""], stop_token_ids=[STOP])
-    return xgrammar.GrammarCompiler(info, cache_enabled=False, max_threads=1)
+    return native.new_compiler(native.new_tokenizer_info([bytes([byte]) for byte in range(256)] + [b""], [STOP]))
 
 
 def compile_ebnf(text: str) -> Any:
-    return byte_compiler().compile_grammar(text)
+    return native.compile_grammar(byte_compiler(), text, is_structural_tag=False)
 
 
 def compile_params(**params: Any) -> Any:
     """The compiled grammar of StructuredOutputsParams."""
     source = grammar_source(StructuredOutputsParams(**params).spec())
-    if source.is_structural_tag:
-        return byte_compiler().compile_structural_tag(source.text)
-    return compile_ebnf(source.text)
+    return native.compile_grammar(byte_compiler(), source.text, is_structural_tag=source.is_structural_tag)
 
 
 def accepts(grammar: Any, text: str | bytes) -> bool:
     """The whole text is in the grammar's language."""
-    import xgrammar
-
-    matcher = xgrammar.GrammarMatcher(grammar)
+    matcher = native.new_matcher(grammar)
     data = text.encode() if isinstance(text, str) else text
-    return all(matcher.accept_token(byte) for byte in data) and matcher.is_completed()
+    return all(native.accept_token(matcher, byte) for byte in data) and matcher.is_completed()
 
 
 def language(grammar: Any, alphabet: str, max_length: int) -> set[str]:
     """Every text of the grammar over an alphabet, up to a length."""
-    import xgrammar
-
-    matcher = xgrammar.GrammarMatcher(grammar)
+    matcher = native.new_matcher(grammar)
     found: set[str] = set()
 
     def visit(text: str) -> None:
@@ -59,7 +51,7 @@ def language(grammar: Any, alphabet: str, max_length: int) -> set[str]:
         if len(text) == max_length:
             return
         for char in alphabet:
-            if matcher.accept_token(ord(char)):
+            if native.accept_token(matcher, ord(char)):
                 visit(text + char)
                 matcher.rollback(1)
 
@@ -77,13 +69,11 @@ def random_texts(grammar: Any, count: int, seed: int = 0, max_bytes: int = 400) 
 
 
 def _random_text(grammar: Any, rng: random.Random, max_bytes: int) -> bytes | None:
-    import xgrammar
-
-    matcher = xgrammar.GrammarMatcher(grammar)
+    matcher = native.new_matcher(grammar)
     mask = np.zeros((1, 9), dtype=np.int32)
     text = bytearray()
     while len(text) < max_bytes:
-        matcher.fill_next_token_bitmask(mask, 0)
+        native.fill_bitmask(matcher, mask, 0)
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[: STOP + 1]).tolist()
         assert allowed, f"dead end after {bytes(text)!r}"
         if STOP in allowed:
@@ -97,7 +87,9 @@ def _random_text(grammar: Any, rng: random.Random, max_bytes: int) -> bytes | No
         elif ascii_only and rng.random() < 0.9:
             allowed = ascii_only
         token = rng.choice(allowed)
-        assert matcher.accept_token(token), f"the mask allows {token} after {bytes(text)!r}, the matcher does not"
+        assert native.accept_token(matcher, token), (
+            f"the mask allows {token} after {bytes(text)!r}, the matcher does not"
+        )
         text.append(token)
     return None
 

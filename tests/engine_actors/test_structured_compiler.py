@@ -6,6 +6,8 @@ import os
 import re
 import select
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -102,6 +104,30 @@ def test_a_stop_token_with_text_is_part_of_the_text(backend: XGrammarBackend, vo
     matcher = matcher_of(backend, stops=(vocabulary["b"],), regex="abc")
     assert matcher.accept_tokens([vocabulary["a"]]) == 1
     assert allowed(matcher) == sorted([vocabulary["b"], vocabulary["bc"]])
+
+
+def test_the_process_loads_neither_torch_nor_ray(backend: XGrammarBackend) -> None:
+    compile_(backend, regex="a").result(WAIT_S)
+    process = backend._compiler._process
+    assert process is not None
+    libraries = Path(f"/proc/{process.pid}/maps").read_text()
+    assert "libxgrammar" in libraries
+    assert "libtorch" not in libraries
+    assert "_raylet" not in libraries
+
+
+def test_the_whole_xgrammar_package_can_be_imported_later() -> None:
+    """A logits processor of the user's own may do so."""
+    script = """
+from engine_actors.structured_output import native
+info = native.new_tokenizer_info([b"a", b"b", b""], [2])
+import xgrammar
+theirs = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo(["a", "b", ""], stop_token_ids=[2]))
+assert xgrammar.GrammarMatcher(theirs.compile_grammar('root ::= "ab"')).accept_token(0)
+ours = native.compile_grammar(native.new_compiler(info), 'root ::= "b"', is_structural_tag=False)
+assert native.accept_token(native.new_matcher(ours), 1)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=WAIT_S)
 
 
 def test_special_and_padded_ids_are_never_allowed(backend: XGrammarBackend, vocabulary: dict[str, int]) -> None:
