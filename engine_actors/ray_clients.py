@@ -24,7 +24,7 @@ from engine_actors.messages import (
     UtilityOutput,
 )
 from engine_actors.off_loop import off_loop, off_loop_async
-from engine_actors.ray_core_link import SHUT_DOWN, SHUTDOWN_GRACE_S, CoreLink
+from engine_actors.ray_core_link import SHUT_DOWN, SHUTDOWN_GRACE_S, CoreLink, ensure_ray
 from engine_actors.ray_recovery import CoreRecovery, note_worker_recoveries
 from engine_actors.ray_utilities import utility_message, utility_value
 from engine_actors.replay import RecoveryStats
@@ -234,6 +234,7 @@ class AsyncRayClient(_RayClientBase):
     """
 
     def __init__(self, config: EngineConfig) -> None:
+        ensure_ray()  # Here, where it can be the main thread, for Ray's signal handlers.
         super().__init__(config, off_loop(CoreLink, config))
         self._unsent: list[ClientMessage] = []
         self._answers: dict[int, asyncio.Future[Any]] = {}

@@ -10,7 +10,9 @@ import asyncio
 import contextlib
 import logging
 import os
+import threading
 import weakref
+from concurrent.futures import Future
 from typing import Any
 
 import ray
@@ -34,6 +36,8 @@ SHUTDOWN_GRACE_S = 15.0
 HEALTH_TIMEOUT_S = 8.0
 """Of EngineCore's answer, which itself waits for the workers' (`executors.ray_executor.HEALTH_TIMEOUT_S`)."""
 SHUT_DOWN = "the engine was shut down"
+
+_starting_ray = threading.Lock()
 
 
 class CoreLink:
@@ -232,13 +236,38 @@ class CoreLink:
 
 
 def ensure_ray() -> None:
-    """Join the cluster at RAY_ADDRESS, or start Ray here, unless this process is connected already."""
-    if not ray.is_initialized():
-        ray.init(
-            address=os.environ.get("RAY_ADDRESS") or None,
-            include_dashboard=False,
-            logging_level=logging.WARNING,
-        )
+    """Join the cluster at RAY_ADDRESS, or start Ray here, unless this process is connected already.
+
+    A Ray that is started here ends with the thread that started it, not with the process (the kernel's parent-death
+    signal). So any thread but the main one leaves the start to one that lasts.
+    """
+    with _starting_ray:
+        if ray.is_initialized():
+            return
+        if threading.current_thread() is threading.main_thread():
+            _init_ray()
+            return
+        done: Future[None] = Future()
+        threading.Thread(target=_init_ray_and_stay, args=(done,), name="engine-actors-ray", daemon=True).start()
+        done.result()
+
+
+def _init_ray() -> None:
+    ray.init(
+        address=os.environ.get("RAY_ADDRESS") or None,
+        include_dashboard=False,
+        logging_level=logging.WARNING,
+    )
+
+
+def _init_ray_and_stay(done: Future[None]) -> None:
+    try:
+        _init_ray()
+    except BaseException as error:
+        done.set_exception(error)
+        return
+    done.set_result(None)
+    threading.Event().wait()
 
 
 def _create_actor(config: EngineConfig) -> Any:

@@ -11,9 +11,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import socket
 import subprocess
 import sys
+import time
 
+CLUSTER_GONE_S = 2.0
+"""After so long without a connection to the cluster's address there is nothing left to give back."""
+GIVE_UP_S = 90
+"""A guard that woke ends after so long in any case: Ray waits for a cluster that ends meanwhile without limit."""
 RELEASED = b"r"
 """Written by the actor: it has removed the group itself."""
 
@@ -70,6 +77,9 @@ def main(address: str, group_id: str, path: list[str]) -> None:
     _leave_parent()
     if os.read(sys.stdin.fileno(), 1) == RELEASED:
         return
+    signal.alarm(GIVE_UP_S)
+    if not _answers(address):
+        return
     # Only now is there something to do that needs Ray, and the memory it takes.
     sys.path[:] = path
     import ray
@@ -79,6 +89,20 @@ def main(address: str, group_id: str, path: list[str]) -> None:
     with contextlib.suppress(ray.exceptions.RayError, ValueError):
         ray.util.remove_placement_group(PlacementGroup(ray.PlacementGroupID.from_hex(group_id)))
     ray.shutdown()
+
+
+def _answers(address: str) -> bool:
+    """Whether something listens there, for a cluster that ends together with its driver leaves nobody to tell."""
+    host, _, port = address.rpartition(":")
+    deadline_s = time.monotonic() + CLUSTER_GONE_S
+    while True:
+        try:
+            socket.create_connection((host, int(port)), timeout=CLUSTER_GONE_S).close()
+            return True
+        except OSError:
+            if time.monotonic() > deadline_s:
+                return False
+            time.sleep(0.2)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -19,8 +20,10 @@ import pytest
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from executors import placement_guard
 from executors.base import ExecutorFailedError, ResourcesUnavailableError
 from executors.config import ModelConfig, ParallelConfig
+from executors.model_config import resolve_model_config, with_resolution
 from executors.placement import remove_orphaned_placement_groups, remove_placement_groups_of
 from executors.ray_executor import RayExecutor
 from executors.uniproc import UniProcExecutor
@@ -43,7 +46,7 @@ def make_executor(model: Path, tp: int = 1, pp: int = 1, **parallel: Any) -> Ray
     config = ParallelConfig(
         tensor_parallel_size=tp, pipeline_parallel_size=pp, device="cpu", **{"torch_num_threads": 1, **parallel}
     )
-    return RayExecutor(ModelConfig(model=str(model)), CACHE, SCHEDULER, config)
+    return RayExecutor(with_resolution(resolve_model_config(ModelConfig(str(model)))), CACHE, SCHEDULER, config)
 
 
 def make_driver(executor: RayExecutor) -> StepDriver:
@@ -326,6 +329,16 @@ def test_whoever_sees_an_actor_die_can_remove_its_group_at_once(tiny_llama_dir: 
     owner.die.remote()
     remove_placement_groups_of(owner._actor_id.hex())
     assert live_groups() == []
+
+
+def test_guard_ends_when_the_cluster_has_ended_with_the_actor() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"  # nobody listens
+        command = [sys.executable, "-I", "-S", placement_guard.__file__, address, "00" * 18, *filter(None, sys.path)]
+        guard = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        guard.communicate()  # Its standard output ends with the process that has left us.
+    assert guard.returncode == 0
 
 
 def test_guard_of_a_group_ends_with_it(tiny_llama_dir: Path) -> None:

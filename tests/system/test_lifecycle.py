@@ -96,6 +96,41 @@ def test_two_engines_side_by_side_do_not_touch_each_other(random_llama_dir: Path
         assert tokens_of(second.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected
 
 
+WITHOUT_A_CLUSTER = """
+import asyncio, os, sys, threading, ray
+from engine_actors import LLM, AsyncLLM, SamplingParams
+
+OPTIONS = {"num_gpu_blocks_override": 50, "torch_num_threads": 1}
+PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+made = []
+
+async def main():
+    llm = AsyncLLM(sys.argv[1], **OPTIONS)
+    async for output in llm.generate([5, 6, 7], PARAMS):
+        pass
+    await llm.shutdown_async()
+    print("tokens", *output.outputs[0].token_ids)
+
+thread = threading.Thread(target=lambda: made.append(LLM(sys.argv[1], **OPTIONS)))
+thread.start()
+thread.join()
+print("tokens", *made[0].generate([[5, 6, 7]], PARAMS, use_tqdm=False)[0].outputs[0].token_ids)
+made[0].shutdown()
+ray.shutdown()
+asyncio.run(main())
+"""
+
+
+def test_ray_that_an_engine_starts_outlives_the_thread_that_made_the_engine(random_llama_dir: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment.pop("RAY_ADDRESS", None)
+    program = [sys.executable, "-c", WITHOUT_A_CLUSTER, str(random_llama_dir)]
+    done = subprocess.run(program, stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT, env=environment)
+    from_thread, from_loop = [line for line in done.stdout.splitlines() if line.startswith("tokens")]
+    assert from_thread == from_loop
+    assert len(from_loop.split()) == 1 + 6
+
+
 DRIVER = """
 import os, sys, ray
 from engine_actors import LLM, SamplingParams
