@@ -13,6 +13,7 @@ from engine_actors.config import EngineConfig
 from engine_actors.errors import EngineDeadError, InvalidRequestError
 from engine_actors.input_processor import InputProcessor, ProcessedRequest, PromptType, load_tokenizer
 from engine_actors.llm import as_prompt_list, broadcast
+from engine_actors.off_loop import compute_beside_loop
 from engine_actors.output_processor import OutputProcessor
 from engine_actors.outputs import RequestOutput
 from engine_actors.ray_places import place_of_worker
@@ -174,7 +175,7 @@ class AsyncLLM(AsyncUtilities):
         ids = list(request_ids or (f"request-{next(self._ids)}" for _ in prompts))
         arguments = (ids, list(prompts), params, priorities)
         if _num_chars(prompts) > THREAD_TOKENISE_CHARS or not self.input_processor.is_quick(params):
-            requests = await asyncio.to_thread(
+            requests = await compute_beside_loop(
                 self.input_processor.process_batch, *arguments, add_special_tokens=add_special_tokens
             )
         else:
@@ -193,7 +194,7 @@ class AsyncLLM(AsyncUtilities):
         batch = as_prompt_list(prompts)
         default = self.input_processor.default_sampling_params()
         params = [
-            p.clone(output_kind=RequestOutputKind.FINAL_ONLY) if isinstance(p, SamplingParams) else p
+            p.with_output_kind(RequestOutputKind.FINAL_ONLY) if isinstance(p, SamplingParams) else p
             for p in broadcast("sampling_params", sampling_params, len(batch), default)
         ]
         streams = await self.add_requests(batch, params, None, priority, add_special_tokens)

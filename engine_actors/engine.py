@@ -120,7 +120,7 @@ class EngineActor(AsyncUtilities):
         if params is None:
             params = self._llm.get_default_sampling_params()
         if isinstance(params, SamplingParams):
-            params = params.clone(output_kind=RequestOutputKind.DELTA)
+            params = params.with_output_kind(RequestOutputKind.DELTA)
         stream = await self._llm.add_request(
             prompt, params, request_id, priority=priority, add_special_tokens=add_special_tokens
         )

@@ -5,6 +5,7 @@ Owned by `LLMEngine` and `AsyncLLM`. Reads the tokenizer and the model's config 
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 import re
@@ -274,19 +275,17 @@ class InputProcessor:
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         seed = params.seed if params.seed is not None else _as_seed(_mix(self._seed, number))
         serial = f"{request_id}{self._suffix}{number:x}"
+        first = copy.copy(params)  # Not checked again, unlike a clone: lists and biases may be long, and n large.
+        first.n = 1
+        first.bad_words = []  # Their tokens are enough.
+        first.seed = seed
+        first.max_tokens = max_tokens
+        first.min_tokens = min(params.min_tokens, max_tokens)
         children = [
             EngineCoreRequest(
                 serial if params.n == 1 else f"{serial}.{index}",
                 packed,
-                params.clone(
-                    n=1,
-                    bad_words=[],  # Their tokens are enough.
-                    # The completions share one prompt.
-                    prompt_logprobs=params.prompt_logprobs if index == 0 else None,
-                    seed=seed if index == 0 else _as_seed(_mix(seed & _MASK64, index)),
-                    max_tokens=max_tokens,
-                    min_tokens=min(params.min_tokens, max_tokens),
-                ),
+                first if index == 0 else _of_further_completion(first, index),
                 self.eos_token_ids,
                 arrival_s,
                 priority=priority,
@@ -318,6 +317,14 @@ def load_tokenizer(config: EngineConfig) -> Any | None:
             f"the tokenizer of {name!r} cannot be loaded: {error}; pass tokenizer=..., or skip_tokenizer_init=True "
             f"to work on token ids alone"
         ) from error
+
+
+def _of_further_completion(first: SamplingParams, index: int) -> SamplingParams:
+    """Parameters of completion `index` > 0, by those of completion 0."""
+    params = copy.copy(first)
+    params.prompt_logprobs = None  # The completions share one prompt.
+    params.seed = _as_seed(_mix((first.seed or 0) & _MASK64, index))
+    return params
 
 
 def _checked_text(text: str) -> str:

@@ -184,7 +184,7 @@ class LLM(SyncUtilities):
         limit_logprobs: bool = True,
     ) -> list[RequestOutput]:
         params = [
-            p.clone(output_kind=RequestOutputKind.FINAL_ONLY) if isinstance(p, SamplingParams) else p
+            p.with_output_kind(RequestOutputKind.FINAL_ONLY) if isinstance(p, SamplingParams) else p
             for p in broadcast("sampling_params", sampling_params, len(prompts), self.get_default_sampling_params())
         ]
         priorities = broadcast("priority", priority, len(prompts), 0)

@@ -1,12 +1,21 @@
-"""Calls that block in Ray, made in a thread beside an event loop. Used by the Ray clients."""
+"""Work in a thread beside an event loop: calls that block in Ray (for the Ray clients), and checks of requests that
+compute for long (for `AsyncLLM`)."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+SHORT_TURN_S = 0.0005
+"""Of a thread that computes in Python. With the usual 5 ms the event loop waits so long each time that it comes back
+from a system call, several times for each token it delivers."""
 
 
 def off_loop(function: Any, *args: Any) -> Any:
@@ -49,3 +58,40 @@ async def off_loop_async(function: Any, *args: Any) -> Any:
 
     threading.Thread(target=run, name="engine-actors-recovery", daemon=True).start()
     return await done
+
+
+async def compute_beside_loop(function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
+    """Await a function that computes in Python for up to a second, in a thread that leaves the loop its turns."""
+    return await asyncio.to_thread(_in_short_turns, function, *args, **kwargs)
+
+
+def _in_short_turns(function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
+    with _SHORT_TURNS.taken():
+        return function(*args, **kwargs)
+
+
+class _ShortTurns:
+    """Shortens the interpreter's switch interval, which belongs to the process, while anybody needs it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_users = 0
+        self._usual_s = 0.0
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[None]:
+        with self._lock:
+            if self._num_users == 0:
+                self._usual_s = sys.getswitchinterval()
+                sys.setswitchinterval(min(self._usual_s, SHORT_TURN_S))
+            self._num_users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_users -= 1
+                if self._num_users == 0:
+                    sys.setswitchinterval(self._usual_s)
+
+
+_SHORT_TURNS = _ShortTurns()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -58,12 +58,12 @@ class ParamsChecker:
         """Whether `check` is a matter of microseconds; else it had better run in a thread."""
         return params.structured_outputs is None or self._forms.knows(params.structured_outputs)
 
-    def _check_ids(self, field: str, token_ids: Iterable[int]) -> None:
-        for token_id in token_ids:
-            if token_id >= self._vocab_size:
-                raise InvalidRequestError(
-                    f"{field} has {token_id}; the model's vocabulary is 0 to {self._vocab_size - 1}", field
-                )
+    def _check_ids(self, field: str, token_ids: Collection[int]) -> None:
+        largest = max(token_ids, default=0)
+        if largest >= self._vocab_size:
+            raise InvalidRequestError(
+                f"{field} has {largest}; the model's vocabulary is 0 to {self._vocab_size - 1}", field
+            )
 
     def _check_logprobs(self, field: str, value: int | None, limited: bool) -> None:
         if value is None:

@@ -6,13 +6,14 @@ allowed. Checks that need a model (vocabulary ranges, context length) belong to 
 
 from __future__ import annotations
 
+import copy
 import enum
 from typing import Any
 
 import msgspec
 
 from scheduler.structured_params import StructuredOutputsParams
-from scheduler.values import MAX_INT, check_float, check_int, is_finite, is_text, shown
+from scheduler.values import MAX_INT, check_float, check_int, check_token_ids, is_finite, is_text, shown
 
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this mean greedy decoding."""
@@ -124,6 +125,12 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
         """A copy with some fields replaced."""
         return msgspec.structs.replace(self, **changes)
 
+    def with_output_kind(self, kind: RequestOutputKind) -> SamplingParams:
+        """A copy with another output kind. It is not checked again: a front end checks what it admits."""
+        params = copy.copy(self)
+        params.output_kind = kind
+        return params
+
     def _normalise(self) -> None:
         if isinstance(self.stop, str):
             self.stop = [self.stop]
@@ -161,8 +168,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
             raise ValueError(f"stop must hold non-empty strings, got {shown(self.stop)}")
         if self.stop and not self.detokenize:
             raise ValueError("stop strings need detokenize=True")
-        for token in self.stop_token_ids:
-            check_int("stop_token_ids", token, 0, None)
+        check_token_ids("stop_token_ids", self.stop_token_ids)
         self.stop_token_ids = list(dict.fromkeys(self.stop_token_ids))
 
     def _check_penalties(self) -> None:
@@ -178,8 +184,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
         for sequence in self.bad_words_token_ids:
             if not isinstance(sequence, list) or not sequence:
                 raise ValueError(f"bad_words_token_ids must hold non-empty lists of token ids, got {shown(sequence)}")
-            for token in sequence:
-                check_int("bad_words_token_ids", token, 0, None)
+            check_token_ids("bad_words_token_ids", sequence)
         if len(self.bad_words_token_ids) > MAX_BAD_WORDS:
             raise ValueError(
                 f"bad_words must be at most {MAX_BAD_WORDS} token sequences (a word may be several: with and without a "
@@ -190,18 +195,12 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
                 raise ValueError(
                     f"allowed_token_ids must be a non-empty list or None, got {shown(self.allowed_token_ids)}"
                 )
-            for token in self.allowed_token_ids:
-                check_int("allowed_token_ids", token, 0, None)
+            check_token_ids("allowed_token_ids", self.allowed_token_ids)
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, dict):
                 raise ValueError(f"logit_bias must map token ids to numbers, got {shown(self.logit_bias)}")
-            for token, bias in self.logit_bias.items():
-                check_int("logit_bias", token, 0, None, allowed="a token id, for each key")
-                if not is_finite(bias) or abs(bias) > MAX_LOGIT_BIAS:
-                    raise ValueError(
-                        f"logit_bias must map token ids to numbers of at most {MAX_LOGIT_BIAS:g} in size, "
-                        f"got {shown(bias)} for {token}"
-                    )
+            check_token_ids("logit_bias", self.logit_bias, allowed="a token id, for each key")
+            _check_biases(self.logit_bias)
 
     def _check_logprobs(self) -> None:
         for name in ("logprobs", "prompt_logprobs"):
@@ -242,6 +241,20 @@ def _structured_outputs(fields: dict[str, Any]) -> StructuredOutputsParams:
         if name not in known:
             raise ValueError(f"structured_outputs must not hold {shown(name)}; known are {', '.join(known)}")
     return StructuredOutputsParams(**fields)
+
+
+def _check_biases(biases: dict[int, float]) -> None:
+    values = biases.values()
+    # All at once first, as in check_token_ids. A sum with a NaN among its terms is NaN, and so less than nothing.
+    kinds = set(map(type, values))
+    if kinds in ({int}, {float}) and sum(map(abs, values)) <= MAX_LOGIT_BIAS:
+        return
+    for token, bias in biases.items():
+        if not is_finite(bias) or abs(bias) > MAX_LOGIT_BIAS:
+            raise ValueError(
+                f"logit_bias must map token ids to numbers of at most {MAX_LOGIT_BIAS:g} in size, "
+                f"got {shown(bias)} for {token}"
+            )
 
 
 def _check_plain(where: str, value: Any, depth: int = 0) -> None:

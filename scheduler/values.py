@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 from typing import Any
 
 MAX_INT = 2**63 - 1
@@ -24,6 +25,15 @@ def check_int(name: str, value: Any, low: int, high: int | None, allowed: str | 
     if not valid or value < low or value > (MAX_INT if high is None else high):
         limits = allowed or (f"{low} to {high}" if high is not None else f"at least {low}")
         raise ValueError(f"{name} must be an integer, {limits}; got {shown(value)}")
+
+
+def check_token_ids(name: str, token_ids: Collection[Any], allowed: str | None = None) -> None:
+    """Refuse a collection that holds anything but integers of at least 0. Tens of thousands take a millisecond: each
+    process that a request passes checks them, beside other requests' steps."""
+    if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) <= MAX_INT:
+        return
+    for token_id in token_ids:
+        check_int(name, token_id, 0, None, allowed)
 
 
 def check_float(name: str, value: Any, low: float, high: float, above: bool = False) -> None:

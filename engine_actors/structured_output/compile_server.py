@@ -36,10 +36,8 @@ from engine_actors.structured_output.compile_messages import (
 )
 
 _READ_BYTES = 1 << 20
-_FULL_PRIORITY_S = 0.5
 _LOW_PRIORITY = 10
-"""A compilation that takes more processor time goes on with about a tenth of a share: it must not slow down running
-requests."""
+"""Of the workers: about a tenth of a share where others compute. They must not slow down running requests."""
 _CLOCK_INTERVAL_S = 0.1
 _MAX_JOBS_PER_WORKER = 200
 _PR_SET_PDEATHSIG = 1
@@ -55,7 +53,6 @@ class _Worker:
         self.job: int | None = None
         self.started_s = 0.0
         self.started_cpu_s = 0.0
-        self.is_slowed = False
         self.num_jobs = 0
 
 
@@ -143,6 +140,7 @@ class Server:
         """Never returns. The other workers' connections are closed, so that they end with the server."""
         try:
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            os.setpriority(os.PRIO_PROCESS, 0, _LOW_PRIORITY)
             self._selector.close()
             for worker in self._workers:
                 worker.connection.close()
@@ -166,7 +164,7 @@ class Server:
         for body in worker.frames.feed(data):
             self._send(frame(body))
             worker.job = None
-            if worker.is_slowed or worker.num_jobs >= _MAX_JOBS_PER_WORKER:
+            if worker.num_jobs >= _MAX_JOBS_PER_WORKER:
                 self._kill(worker)
                 return
 
@@ -187,9 +185,6 @@ class Server:
                 self._time_out(worker, f"{self._limits.cpu_s:g} s of processor time")
             elif time.monotonic() - worker.started_s >= self._limits.timeout_s:
                 self._time_out(worker, f"{self._limits.timeout_s:g} s")
-            elif cpu_s >= _FULL_PRIORITY_S and not worker.is_slowed:
-                worker.is_slowed = True
-                os.setpriority(os.PRIO_PROCESS, worker.pid, _LOW_PRIORITY)
 
     def _time_out(self, worker: _Worker, limit: str) -> None:
         job = worker.job

@@ -208,6 +208,11 @@ def stopped_worker(backend: XGrammarBackend, regex: str) -> tuple[int, Future[An
     return worker, future
 
 
+def test_compilations_give_way_to_running_requests(backend: XGrammarBackend) -> None:
+    compile_(backend, regex="a").result(WAIT_S)
+    assert all(os.getpriority(os.PRIO_PROCESS, pid) >= 10 for pid in workers_of(backend))
+
+
 def test_a_compilation_that_is_stuck_is_ended_by_the_clock(backend: XGrammarBackend) -> None:
     _, stuck = stopped_worker(backend, "stuck")
     with pytest.raises(CompileTimeoutError, match="did not compile within 5 s"):

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from scheduler.sampling_params import SamplingParams
+from scheduler.sampling_params import RequestOutputKind, SamplingParams
 
 WRONG: list[tuple[str, Any]] = [
     ("n", 0), ("n", 16385), ("n", True), ("n", "2"),
@@ -26,6 +26,8 @@ WRONG: list[tuple[str, Any]] = [
     ("bad_words_token_ids", [[]]), ("bad_words_token_ids", [[-1]]), ("bad_words_token_ids", [3]),
     ("allowed_token_ids", []), ("allowed_token_ids", [-1]), ("allowed_token_ids", [1.0]), ("allowed_token_ids", 5),
     ("logit_bias", {-1: 1.0}), ("logit_bias", {"a": 1.0}), ("logit_bias", {1: math.inf}), ("logit_bias", [1]),
+    ("logit_bias", {1: 10**400, 2: 0.5}), ("logit_bias", {1: math.nan, 2: 0.5}), ("logit_bias", {1: -1e31, 2: 1e31}),
+    ("allowed_token_ids", [1, True]), ("stop_token_ids", [5, 2**63]), ("bad_words_token_ids", [[1], [2, -1]]),
     ("logprobs", -2), ("logprobs", 1.5), ("prompt_logprobs", -2), ("prompt_logprobs", "5"),
     ("skip_reading_prefix_cache", 1), ("stream_interval", 0), ("stream_interval", 1.5),
     ("extra_args", [1]), ("extra_args", {"a": 2**63}), ("extra_args", {"a": [object()]}), ("extra_args", {1: 2}),
@@ -53,6 +55,18 @@ def test_other_spellings_are_normalised() -> None:
         None,
     )
     assert params.bad_words == []
+
+
+def test_biases_of_both_kinds_of_numbers_are_taken() -> None:
+    for biases in ({}, {1: 5}, {1: 5, 2: -0.5}, {1: 1e30, 2: -1e30}, {1: 3, 2: 10**30}):
+        assert SamplingParams(logit_bias=biases).logit_bias == biases
+
+
+def test_another_output_kind_leaves_the_original_alone() -> None:
+    params = SamplingParams(seed=4, stop=["a"])
+    final = params.with_output_kind(RequestOutputKind.FINAL_ONLY)
+    assert params == SamplingParams(seed=4, stop=["a"])
+    assert final == params.clone(output_kind=RequestOutputKind.FINAL_ONLY)
 
 
 def test_all_fields_survive_the_wire() -> None:
