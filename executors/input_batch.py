@@ -157,9 +157,7 @@ class InputBatch:
         Raises:
             InvalidStepError: A step is missing, or a row, token or block is needed that this worker does not know.
         """
-        if output.step != self._last_step + 1:
-            raise InvalidStepError(f"step {output.step} came after step {self._last_step}")
-        self._last_step = output.step
+        self.accept_step(output.step)
         for request in output.new_requests:
             self._set_row(request)
         if append_known_tokens and output.known_rows:
@@ -167,6 +165,15 @@ class InputBatch:
         if output.new_blocks:
             self._append_blocks(output.new_blocks)
         return self._step_rows(output)
+
+    def accept_step(self, step: int) -> None:
+        """
+        Raises:
+            InvalidStepError: It does not follow the step before.
+        """
+        if step != self._last_step + 1:
+            raise InvalidStepError(f"step {step} came after step {self._last_step}")
+        self._last_step = step
 
     def prepare(self, step: StepRows) -> StepInputs:
         """The tensors of a step that `apply` returned."""

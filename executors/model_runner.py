@@ -21,6 +21,7 @@ from executors.logits_processors import LogitsProcessor
 from executors.logprobs import NOT_ASKED, compute_logprobs, spread
 from executors.parallel_state import ParallelState
 from executors.sampler import sample
+from executors.steady_decode import SteadyDecode
 from executors.step_compute import StepCompute
 from kv.spec import KVCacheConfig
 from scheduler.config import SchedulerConfig
@@ -63,6 +64,7 @@ class ModelRunner:
         self._logits_processors = logits_processors
         self._batch: InputBatch | None = None
         self._pending: _PendingSampling | None = None
+        self._steady: SteadyDecode | None = None  # of the step under way; it may be carried on to the next one
 
     def set_kv_cache_config(self, config: KVCacheConfig) -> None:
         """Start with an empty persistent batch over these KV groups."""
@@ -75,7 +77,7 @@ class ModelRunner:
             needs_prompt_lens=config.has_non_causal_layers,
         )
         self._compute.bind(config)
-        self._pending = None
+        self._pending = self._steady = None
 
     def replace_compute(self, compute: StepCompute | None) -> None:
         """Compute with this from now on. None: not at all, for the time without weights. The batch stays."""
@@ -109,23 +111,37 @@ class ModelRunner:
         batch = self._require_batch()
         if self._pending is not None:
             raise InvalidStepError(f"step {output.step} came while step {self._pending.step} waits for its bitmask")
-        rows = batch.apply(output, append_known_tokens=not self._parallel.is_last_stage)
-        inputs = batch.prepare(rows)
-        sampling_rows = rows.rows[rows.samples]
-        wanted = batch.wanted(rows)
-        if wanted is Wanted.GREEDY and output.has_structured_output:
-            wanted = Wanted.LOGITS
+        if self._steady is not None and self._steady.continues(output):
+            rows, inputs, wanted = self._steady.rows, self._steady.inputs, self._steady.wanted
+        else:
+            rows, inputs, wanted = self._begin(output)
+        sampling_rows = rows.rows if self._steady is not None else rows.rows[rows.samples]
         self._compute.forward(inputs, wanted)
-        batch.advance(rows)
+        if self._steady is None:
+            batch.advance(rows)
         if not self._parallel.is_last_stage:
             return None
         if wanted is Wanted.GREEDY and len(sampling_rows):
-            tokens, failures = _without_overflow(self._compute.greedy_tokens(), {})
-            return ModelRunnerOutput(output.step, self._append_tokens(sampling_rows, tokens), failures=failures)
+            token_ids, failures = _without_overflow(self._compute.greedy_tokens().cpu().numpy(), {})
+            return ModelRunnerOutput(output.step, self._append_tokens(sampling_rows, token_ids), failures=failures)
         prompt_logprobs = self._prompt_logprobs(rows) if wanted is Wanted.ANY_ROW else []
         logits = self._compute.sampled_logits() if len(sampling_rows) else None
         self._pending = _PendingSampling(output.step, sampling_rows, logits, prompt_logprobs)
         return None if output.has_structured_output else self._sample(None)
+
+    def _begin(self, output: SchedulerOutput) -> tuple[StepRows, StepInputs, Wanted]:
+        """What to compute in a step that does not carry the one before on."""
+        batch = self._require_batch()
+        rows = batch.apply(output, append_known_tokens=not self._parallel.is_last_stage)
+        inputs = batch.prepare(rows)
+        wanted = batch.wanted(rows)
+        if wanted is Wanted.GREEDY and output.has_structured_output:
+            wanted = Wanted.LOGITS
+        self._steady = None
+        if self._parallel.is_last_stage and SteadyDecode.can_carry_on(batch, output, rows):
+            self._steady = SteadyDecode(batch, output, rows, inputs, wanted)
+            rows, inputs = self._steady.rows, self._steady.inputs
+        return rows, inputs, wanted
 
     @torch.inference_mode()
     def sample(self, grammar_bitmask: bytes | None) -> ModelRunnerOutput | None:
@@ -158,9 +174,11 @@ class ModelRunner:
         if bitmask is not None:
             self._apply_bitmask(logits, rows, bitmask)
         tokens = sample(logits, batch.sampling.columns(rows, positions, self._device))
-        tokens, failures = _without_overflow(tokens, batch.logits.take_failures())
+        ids, failures = _without_overflow(tokens.cpu().numpy(), batch.logits.take_failures())
+        if failures:
+            tokens = torch.from_numpy(ids).to(self._device)
         without_choice = _rows_without_choice(logits, tokens) if is_masked else b""
-        token_ids = self._append_tokens(rows, tokens)
+        token_ids = self._append_tokens(rows, ids)
         logprobs = None
         if raw_logits is not None:
             asked_tokens = tokens if asked.all() else tokens[torch.from_numpy(asked).to(self._device)]
@@ -218,11 +236,13 @@ class ModelRunner:
                     pieces.append(PromptLogprobs(row, start, tokens))
         return pieces
 
-    def _append_tokens(self, rows: np.ndarray, tokens: torch.Tensor) -> bytes:
+    def _append_tokens(self, rows: np.ndarray, token_ids: np.ndarray) -> bytes:
         """What `rows` drew is known from now on; as a column of the output."""
-        token_ids = tokens.cpu().numpy().astype("<i4")
-        self._require_batch().append_tokens(rows, token_ids)
-        return token_ids.tobytes()
+        if self._steady is not None:
+            self._steady.append(token_ids)
+        else:
+            self._require_batch().append_tokens(rows, token_ids)
+        return token_ids.astype("<i4").tobytes()
 
     @torch.inference_mode()
     def dummy_run(self, num_tokens: int, num_reqs: int) -> None:
@@ -274,17 +294,17 @@ class ModelRunner:
         return self._batch
 
 
-def _without_overflow(tokens: torch.Tensor, failures: dict[int, str]) -> tuple[torch.Tensor, list[RowFailure]]:
+def _without_overflow(token_ids: np.ndarray, failures: dict[int, str]) -> tuple[np.ndarray, list[RowFailure]]:
     """Rows that got no token (-1) get token 0, so that steps in flight can go on with them, and a failure.
 
     Args:
         failures: Known already, by index; their tokens mean nothing.
     """
-    if failures or tokens.min() < 0:
-        for index in (tokens < 0).nonzero().squeeze(-1).tolist():
-            failures.setdefault(index, NOT_NUMBERS)
-        tokens = tokens.clamp(min=0)
-    return tokens, [RowFailure(index, error) for index, error in sorted(failures.items())]
+    if not failures and token_ids.min() >= 0:
+        return token_ids, []
+    for index in (token_ids < 0).nonzero()[0].tolist():
+        failures.setdefault(index, NOT_NUMBERS)
+    return token_ids.clip(min=0), [RowFailure(index, error) for index, error in sorted(failures.items())]
 
 
 def _rows_without_choice(logits: torch.Tensor, tokens: torch.Tensor) -> bytes:

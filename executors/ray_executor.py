@@ -1,7 +1,8 @@
-"""RayExecutor: one actor per rank, driven by plain actor calls that carry msgpack bytes.
+"""RayExecutor: one actor per rank, driven by msgpack bytes (`executors.step_transport` carries them).
 
-The future of a step is the object ref of rank 0 of the last stage. Workers that die or raise are seen by their `watch`
-calls, which end only then; the monitor thread (`executors.step_monitor`) turns the first failure into the end of all.
+The future of a step stands for an object ref of rank 0 of the last stage. Workers that die or raise are seen by their
+`watch` calls, which end only then; the monitor thread (`executors.step_monitor`) turns the first failure into the end
+of all.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from executors.config import ModelConfig, ParallelConfig
 from executors.placement import Placement, place_workers
 from executors.ray_worker import RayWorkerActor
 from executors.step_monitor import ROOT_CAUSE_WAIT_S, FailureReport, PendingStep, StepMonitor
+from executors.step_transport import StepTransport, make_step_transport
 from kv.config import CacheConfig
 from kv.spec import KVCacheConfig, KVCacheSpec
 from scheduler.config import SchedulerConfig
@@ -35,9 +37,6 @@ SHUTDOWN_TIMEOUT_S = 2.0
 _OVERDUE_PING_S = 0.5
 _DEATH_REPORT_S = 5.0
 """A call that failed because its actor died waits this long at most for the monitor to say why."""
-
-_SHARED_PAYLOAD_BYTES = 64 * 1024
-"""Larger step payloads are put into the object store once instead of being sent to each worker."""
 
 # How torch.distributed reports a peer that went away or never came.
 _PEER_LOSS_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError", "SharedMemoryPeerLostError")
@@ -74,6 +73,7 @@ class RayExecutor(Executor):
         self._decoder = msgspec.msgpack.Decoder(ModelRunnerOutput)
         self._workers: list[Any] = []
         self._pids: dict[int, int] = {}
+        self._transport: StepTransport | None = None
         self._device = _resolve_device(parallel_config)
         deadline_s = time.monotonic() + parallel_config.startup_timeout_s
         demand = _worker_demand(parallel_config, self._device)
@@ -94,6 +94,10 @@ class RayExecutor(Executor):
                 give_back=self._give_back,
                 describe_overdue=self._describe_overdue,
             )
+            nodes = [place.node_id for place in self.placement.places]
+            self._transport = make_step_transport(
+                self._workers, nodes, self._output_rank, self._monitor.resolve, self._on_step_error
+            )
         except BaseException:
             self._kill_workers()
             self._give_back()
@@ -111,26 +115,17 @@ class RayExecutor(Executor):
     def initialize_from_config(self, configs: Sequence[KVCacheConfig]) -> None:
         if len(configs) != len(self._workers):
             raise ValueError(f"{len(self._workers)} workers need as many KVCacheConfigs, got {len(configs)}")
-        refs = [
-            worker.call.remote("initialize_from_config", (config,), {})
-            for worker, config in zip(self._workers, configs, strict=True)
-        ]
+        refs = self._steps.call("initialize_from_config", [(config,) for config in configs], {})
         self._results(refs, "initialize_from_config", self._parallel_config.startup_timeout_s)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> StepFuture[ModelRunnerOutput | None]:
-        payload: Any = self._encoder.encode(scheduler_output)
         step = self._monitor.track(f"step {scheduler_output.step}", self._decode)
-        if len(payload) > _SHARED_PAYLOAD_BYTES and len(self._workers) > 1:
-            payload = ray.put(payload)
-        step.refs = [worker.execute_model.remote(payload) for worker in self._workers]
-        self._resolve_by(step, step.refs[self._output_rank])
+        self._steps.execute(self._encoder.encode(scheduler_output), step)
         return step
 
     def sample_tokens(self, grammar_bitmask: bytes | None) -> StepFuture[ModelRunnerOutput]:
         step = self._monitor.track("sampling", self._decode_output)
-        workers = self._workers[self._output_rank :]
-        step.refs = [worker.sample_tokens.remote(grammar_bitmask) for worker in workers]
-        self._resolve_by(step, step.refs[0])
+        self._steps.sample(grammar_bitmask, step)
         return step
 
     def collective_rpc(
@@ -147,7 +142,7 @@ class RayExecutor(Executor):
             ExecutorFailedError: A worker died.
         """
         self._monitor.raise_if_failed()
-        refs = [worker.call.remote(method, args, kwargs or {}) for worker in self._workers]
+        refs = self._steps.call(method, [args] * len(self._workers), kwargs or {})
         return self._results(refs, method if isinstance(method, str) else repr(method), timeout_s)
 
     def register_failure_callback(self, callback: FailureCallback) -> None:
@@ -168,6 +163,7 @@ class RayExecutor(Executor):
     def shutdown(self) -> None:
         if not self._monitor.close():
             return
+        self._steps.close()
         if not ray.is_initialized():
             return  # The workers ended with the connection to Ray, and an own placement group with the job.
         with contextlib.suppress(RayError):
@@ -256,20 +252,12 @@ class RayExecutor(Executor):
             raise consequence
         return ray.get(refs)
 
-    def _resolve_by(self, step: PendingStep[Any], ref: Any) -> None:
-        step.object_ref = ref
-        ref.future().add_done_callback(partial(self._on_step_end, step))
-
-    def _on_step_end(self, step: PendingStep[Any], future: Any) -> None:
+    def _on_step_error(self, step: PendingStep[Any], error: BaseException) -> None:
         """In a thread of Ray's, where nothing may block and Ray must not be called."""
-        error = future.exception()
-        if error is None:
-            self._monitor.resolve(step, future.result())
-        else:
-            self._monitor.report(self._report(self._output_rank, error, f"failed in {step.name}"))
+        self._monitor.report(self._report(self._output_rank, error, f"failed in {step.name}"))
 
     def _on_watch_end(self, rank: int, future: Any) -> None:
-        """In a thread of Ray's, as `_on_step_end`."""
+        """In a thread of Ray's, as `_on_step_error`."""
         self._monitor.report(self._report(rank, future.exception(), "failed in a step"))
 
     def _report(self, rank: int, error: BaseException | None, what: str) -> FailureReport:
@@ -302,15 +290,14 @@ class RayExecutor(Executor):
 
     def _describe_overdue(self, step: PendingStep[Any]) -> str:
         """Which ranks are late with a step, and which of them do not even answer."""
-        _, late = ray.wait(step.refs, num_returns=len(step.refs), timeout=0)
-        first = len(self._workers) - len(step.refs)
-        ranks = [first + index for index, ref in enumerate(step.refs) if ref in late]
-        pings = [self._workers[rank].ping.remote() for rank in ranks]
-        _, silent = ray.wait(pings, num_returns=len(pings), timeout=_OVERDUE_PING_S) if pings else ([], [])
-        names = [
-            self._name(rank) + (", which does not answer" if ping in silent else "")
-            for rank, ping in zip(ranks, pings, strict=True)
-        ]
+        pings = {rank: self._workers[rank].ping.remote() for rank in step.due}
+        silent = ray.wait([*pings.values()], num_returns=len(pings), timeout=_OVERDUE_PING_S)[1] if pings else []
+        names = []
+        for rank, due in step.due.items():
+            if pings[rank] in silent:
+                names.append(f"{self._name(rank)}, which does not answer")
+            elif ray.get(pings[rank]) < due:
+                names.append(self._name(rank))
         return f"waiting for {'; '.join(names)}"
 
     def _kill_workers(self) -> None:
@@ -331,6 +318,12 @@ class RayExecutor(Executor):
         place = self.placement.places[rank]
         pid = self._pids.get(rank)
         return f"worker rank {rank} (node {place.node_ip}{f', pid {pid}' if pid else ''})"
+
+    @property
+    def _steps(self) -> StepTransport:
+        if self._transport is None:
+            raise RuntimeError("the executor has not started")
+        return self._transport
 
     def _decode(self, payload: bytes | None) -> ModelRunnerOutput | None:
         return None if payload is None else self._decoder.decode(payload)

@@ -1,8 +1,8 @@
 """The actor around a Worker: one process per rank, driven by RayExecutor.
 
-Steps and other calls run in order on one thread. The concurrency group "control" has threads of its own, so that
-`watch` and `ping` answer while a step runs. This module loads no torch, so that EngineCore, whose executor creates the
-actors, needs none; a worker imports it in `init_worker`.
+Steps and other calls run in order on one thread; with a step channel that thread spends its time in `serve_steps`. The
+concurrency group "control" has threads of its own, so that `watch` and `ping` answer while a step runs. This module
+loads no torch, so that EngineCore, whose executor creates the actors, needs none; a worker imports it in `init_worker`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,16 @@ import ray
 
 from executors.network import use_interface_of
 from executors.niceness import undo_ray_niceness
+from executors.step_channel import Packet, PacketKind, StepChannel, StepListener
 
 if TYPE_CHECKING:
     from executors.worker import Worker
 
 _CONTROL_THREADS = 4
 """One is taken by `watch`."""
+
+_KEPT_RESULTS = 16
+"""Of the last steps that came over the channel, for `result_of`."""
 
 
 class RayWorker:
@@ -40,6 +44,12 @@ class RayWorker:
         self._failure: BaseException | None = None
         self._failed = threading.Event()
         self._store: Any = None
+        self._listener: StepListener | None = None
+        self._channel: StepChannel | None = None
+        # Results by number of the step, which counts what was executed and sampled.
+        self._num_steps = 0
+        self._results: dict[int, bytes | None] = {}
+        self._progress = threading.Condition()
 
     @ray.method(concurrency_group="control")
     def where(self) -> dict[str, Any]:
@@ -78,11 +88,50 @@ class RayWorker:
 
     def execute_model(self, scheduler_output: bytes) -> bytes | None:
         """See `Worker.execute_model`. What it raises ends `watch` too."""
-        return self._run_step(lambda worker: worker.execute_model(scheduler_output))
+        return self._answer(lambda worker: worker.execute_model(scheduler_output))
 
     def sample_tokens(self, grammar_bitmask: bytes | None) -> bytes | None:
         """See `Worker.sample_tokens`. What it raises ends `watch` too."""
-        return self._run_step(lambda worker: worker.sample_tokens(grammar_bitmask))
+        return self._answer(lambda worker: worker.sample_tokens(grammar_bitmask))
+
+    def listen_for_steps(self) -> str:
+        """The name of the socket that `serve_steps` takes steps from."""
+        self._listener = StepListener()
+        return self._listener.name
+
+    def serve_steps(self) -> None:
+        """Run the steps that come over the channel until it says pause, or is closed. What one raises ends `watch`."""
+        if self._channel is None:
+            if self._listener is None:
+                raise RuntimeError("listen_for_steps must come before serve_steps")
+            self._channel = self._listener.accept()
+        while (packet := self._channel.receive()) is not None and packet.kind is not PacketKind.PAUSE:
+            try:
+                result = self._run_packet(packet)
+            except BaseException:
+                return
+            if self._gives_output:
+                try:
+                    self._channel.send(PacketKind.RESULT, result)
+                except OSError:
+                    return  # The owner is gone; Ray ends this process.
+
+    @ray.method(concurrency_group="results")
+    def result_of(self, number: int) -> bytes | None:
+        """The result of a step, waited for. The last `_KEPT_RESULTS` are known.
+
+        Args:
+            number: 1 for the first step this worker executed or sampled.
+        """
+        with self._progress:
+            self._progress.wait_for(lambda: self._num_steps >= number or self._failed.is_set())
+            if number in self._results:
+                return self._results[number]
+        if self._failure is not None:
+            raise self._failure
+        raise LookupError(
+            f"the result of step {number} is gone: the last {_KEPT_RESULTS} of {self._num_steps} are kept"
+        )
 
     def call(self, method: str | Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a Worker method by name, or a function that takes the Worker first. Errors are the caller's alone."""
@@ -98,23 +147,45 @@ class RayWorker:
             raise self._failure
 
     @ray.method(concurrency_group="control")
-    def ping(self) -> None:
-        """Answers while the process is alive and Python runs in it."""
+    def ping(self) -> int:
+        """How many steps this worker has finished. Answers while the process is alive and Python runs in it."""
+        return self._num_steps
 
     def shutdown(self) -> None:
         """Leave the process group. The executor kills the actor afterwards."""
         if self._worker is not None:
             self._worker.shutdown()
 
-    def _run_step(self, step: Callable[[Worker], bytes | None]) -> bytes | None:
+    def _answer(self, step: Callable[[Worker], bytes | None]) -> bytes | None:
+        """The result of an actor call that is a step."""
         try:
-            return step(self._live_worker)
-        except BaseException as error:
-            self._failure = error
-            self._failed.set()
+            return self._run_step(step)
+        except BaseException:
             if self._gives_output:
                 raise
             return None
+
+    def _run_packet(self, packet: Packet) -> bytes | None:
+        payload = packet.payload
+        if packet.kind is PacketKind.EXECUTE:
+            return self._run_step(lambda worker: worker.execute_model(payload or b""))
+        return self._run_step(lambda worker: worker.sample_tokens(payload))
+
+    def _run_step(self, step: Callable[[Worker], bytes | None]) -> bytes | None:
+        try:
+            result = step(self._live_worker)
+        except BaseException as error:
+            self._failure = error
+            with self._progress:
+                self._failed.set()
+                self._progress.notify_all()
+            raise
+        with self._progress:
+            self._num_steps += 1
+            self._results[self._num_steps] = result
+            self._results.pop(self._num_steps - _KEPT_RESULTS, None)
+            self._progress.notify_all()
+        return result
 
     @property
     def _live_worker(self) -> Worker:
@@ -123,7 +194,7 @@ class RayWorker:
         return self._worker
 
 
-RayWorkerActor = ray.remote(concurrency_groups={"control": _CONTROL_THREADS})(RayWorker)
+RayWorkerActor = ray.remote(concurrency_groups={"control": _CONTROL_THREADS, "results": 1})(RayWorker)
 
 
 def _cuda_index() -> int:

@@ -44,14 +44,13 @@ class PendingStep(StepFuture[T]):
     """A step in flight. The executor resolves it with the worker's bytes; the monitor fails it.
 
     Attributes:
-        object_ref: The Ray object ref of the result; None where there is no Ray.
-        refs: The refs of all workers that run the step.
+        due: By rank of the workers that run the step, how many steps a worker has finished when this one is done.
     """
 
     def __init__(self, name: str, decode: Callable[[bytes | None], T]) -> None:
         self.name = name
-        self.object_ref: Any = None
-        self.refs: list[Any] = []
+        self.due: dict[int, int] = {}
+        self._make_object_ref: Callable[[], Any] | None = None
         self._decode = decode
         self._future: concurrent.futures.Future[bytes | None] = concurrent.futures.Future()
         # Running futures cannot be cancelled: a caller that gives up awaiting does not take the result from others.
@@ -69,6 +68,15 @@ class PendingStep(StepFuture[T]):
 
     def done(self) -> bool:
         return self._future.done()
+
+    @property
+    def object_ref(self) -> Any:
+        """A Ray object ref of the result, as the worker sent it; None where there is no Ray."""
+        return None if self._make_object_ref is None else self._make_object_ref()
+
+    def set_object_ref(self, make: Callable[[], Any]) -> None:
+        """Called once, by the executor."""
+        self._make_object_ref = make
 
     def set_payload(self, payload: bytes | None) -> None:
         """Called once, by the monitor that tracks this step."""

@@ -205,10 +205,20 @@ class DecoderProgram:
         step.num_samples = num_samples
         step.profile = 0 if profile is None else profile.data_ptr()
         step.outputs = want_greedy * abi.GREEDY_OUTPUT | want_logits * abi.LOGITS_OUTPUT
-        check_status(self._kernels.library.ea_program_run(self._handle, self._step_address, num_threads))
+        self._run(num_threads)
         return self._greedy[:num_samples], self._logits[
             :num_samples
         ] if want_logits and self._logits is not None else None
+
+    def run_again(self) -> None:
+        """Compute another step on the tensors of the last `run`, which must still exist, with what they hold now.
+
+        Its results are written to the same places.
+        """
+        self._run(0)
+
+    def _run(self, num_threads: int) -> None:
+        check_status(self._kernels.library.ea_program_run(self._handle, self._step_address, num_threads))
 
     def hidden_states(self, num_samples: int) -> torch.Tensor:
         """Normalised hidden states of the last step's `sample_rows`: bfloat16 [num_samples, hidden], a view."""

@@ -24,13 +24,15 @@ from executors import placement_guard
 from executors.base import ExecutorFailedError, ResourcesUnavailableError
 from executors.config import ModelConfig, ParallelConfig
 from executors.model_config import resolve_model_config, with_resolution
+from executors.input_batch import InvalidStepError
 from executors.placement import remove_orphaned_placement_groups, remove_placement_groups_of
 from executors.ray_executor import RayExecutor
+from executors.step_transport import ActorCalls, Channels, StepTransport
 from executors.uniproc import UniProcExecutor
 from executors.worker import Worker
 from kv.config import CacheConfig
 from scheduler.config import SchedulerConfig
-from scheduler.output import unpack_int32
+from scheduler.output import SchedulerOutput, unpack_int32
 from scheduler.sampling_params import SamplingParams
 from tests.executors.step_driver import StepDriver, only_tokens, transformers_greedy
 
@@ -143,11 +145,17 @@ def test_ranks_and_stages_quantise_their_shares(tiny_llama_dir: Path, tp: int, p
         executor.shutdown()
 
 
+@pytest.mark.parametrize("transport", [Channels, ActorCalls])
 async def test_steps_calls_and_errors_of_a_healthy_executor(
-    tiny_llama_dir: Path, expected: dict[str, list[list[int]]]
+    tiny_llama_dir: Path,
+    expected: dict[str, list[list[int]]],
+    transport: type[StepTransport],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("executors.step_transport.has_step_channels", lambda: transport is Channels)
     executor = make_executor(tiny_llama_dir, tp=2, torch_num_threads=1)
     try:
+        assert type(executor._transport) is transport
         driver = make_driver(executor)
         request = driver.add(PROMPTS[4])
         # The second step is dispatched before the first one's token is known here.
@@ -155,6 +163,7 @@ async def test_steps_calls_and_errors_of_a_healthy_executor(
         request.num_computed = len(request.token_ids)
         request.token_ids.append(-1)
         futures.append(driver.dispatch([request]))
+        assert executor.collective_rpc(lambda worker: worker.runner._batch._last_step) == [2, 2], "calls queue behind"
         outputs = [await future for future in futures]
         tokens = [unpack_int32(output.sampled_token_ids)[0] for output in outputs if output]
         assert tokens == expected["greedy"][4][:2]
@@ -268,6 +277,22 @@ def test_an_exception_on_one_rank_ends_the_others_that_wait_for_it_in_a_collecti
     cause = failure.errors[0].__cause__
     assert isinstance(cause, OverflowError)
     assert any("in execute_model" in note for note in cause.__notes__)
+
+
+@pytest.mark.parametrize("transport", [Channels, ActorCalls])
+def test_an_exception_in_a_step_is_the_cause_of_its_failure(
+    tiny_llama_dir: Path, transport: type[StepTransport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("executors.step_transport.has_step_channels", lambda: transport is Channels)
+    executor = make_executor(tiny_llama_dir)
+    make_driver(executor).generate([[5, 6]], 2)
+    failure = Failure(executor)
+    pending = executor.execute_model(SchedulerOutput(step=7, rows=b""))
+    with pytest.raises(ExecutorFailedError, match=r"worker rank 0 .*step.*: step 7 came after step 2") as error:
+        pending.result(20)
+    assert type(error.value.__cause__) is InvalidStepError
+    assert failure.seen.wait(20)
+    executor.shutdown()
 
 
 def test_a_stopped_worker_misses_the_step_deadline_and_is_named(tiny_llama_dir: Path) -> None:
