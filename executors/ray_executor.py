@@ -1,4 +1,4 @@
-"""RayExecutor: one actor per rank, driven by msgpack bytes (`executors.step_transport` carries them).
+"""RayExecutor: one actor per rank, driven by msgpack bytes (`executors.ray_transport` carries them).
 
 The future of a step stands for an object ref of rank 0 of the last stage. Workers that die or raise are seen by their
 `watch` calls, which end only then; the monitor thread (`executors.step_monitor`) turns the first failure into the end
@@ -22,9 +22,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from executors.base import Executor, ExecutorFailedError, FailureCallback, StepFuture
 from executors.config import ModelConfig, ParallelConfig
 from executors.placement import Placement, place_workers
+from executors.ray_transport import StepTransport, make_step_transport
 from executors.ray_worker import RayWorkerActor
 from executors.step_monitor import ROOT_CAUSE_WAIT_S, FailureReport, PendingStep, StepMonitor
-from executors.step_transport import StepTransport, make_step_transport
 from kv.config import CacheConfig
 from kv.spec import KVCacheConfig, KVCacheSpec
 from scheduler.config import SchedulerConfig

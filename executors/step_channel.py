@@ -1,6 +1,6 @@
 """Steps to a worker process on the same machine, and their results back, over a Unix socket.
 
-Both ends, `executors.step_transport` in the executor's process and `executors.ray_worker` in the worker's, use a
+Both ends, `executors.ray_transport` in the executor's process and `executors.ray_worker` in the worker's, use a
 StepChannel. Packets keep their order and their boundaries. Waiting costs nothing, a packet wakes its reader and nobody
 else, and either end sees when the other's process is gone.
 """

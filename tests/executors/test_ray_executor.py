@@ -27,7 +27,7 @@ from executors.model_config import resolve_model_config, with_resolution
 from executors.input_batch import InvalidStepError
 from executors.placement import remove_orphaned_placement_groups, remove_placement_groups_of
 from executors.ray_executor import RayExecutor
-from executors.step_transport import ActorCalls, Channels, StepTransport
+from executors.ray_transport import ActorCalls, Channels, StepTransport
 from executors.uniproc import UniProcExecutor
 from executors.worker import Worker
 from kv.config import CacheConfig
@@ -152,7 +152,7 @@ async def test_steps_calls_and_errors_of_a_healthy_executor(
     transport: type[StepTransport],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("executors.step_transport.has_step_channels", lambda: transport is Channels)
+    monkeypatch.setattr("executors.ray_transport.has_step_channels", lambda: transport is Channels)
     executor = make_executor(tiny_llama_dir, tp=2, torch_num_threads=1)
     try:
         assert type(executor._transport) is transport
@@ -283,7 +283,7 @@ def test_an_exception_on_one_rank_ends_the_others_that_wait_for_it_in_a_collecti
 def test_an_exception_in_a_step_is_the_cause_of_its_failure(
     tiny_llama_dir: Path, transport: type[StepTransport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("executors.step_transport.has_step_channels", lambda: transport is Channels)
+    monkeypatch.setattr("executors.ray_transport.has_step_channels", lambda: transport is Channels)
     executor = make_executor(tiny_llama_dir)
     make_driver(executor).generate([[5, 6]], 2)
     failure = Failure(executor)
