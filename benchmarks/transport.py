@@ -1,11 +1,11 @@
-"""What it costs to get a step from one actor to another and its answer back: plain actor calls beside a compiled graph.
+"""What it costs to get a step from one actor to another and its answer back: sockets, plain calls, a compiled graph.
 
     python benchmarks/transport.py [--steps 1000]
 
 As between EngineCoreActor and a worker: an asyncio actor with two steps in flight, 40 bytes there and 4 back. Prints
 for each transport the wall time of a step, the CPU time both processes spend on it, and how much of a second the
 worker's process computes while nothing is under way. A worker whose idle share is near 1 takes a processor from
-everything else on its machine, which is why the engine uses plain calls.
+everything else on its machine, which is why the engine uses no compiled graphs.
 """
 
 from __future__ import annotations
@@ -14,11 +14,17 @@ import argparse
 import asyncio
 import os
 import queue
+import sys
 import threading
 import time
+from collections import deque
+from pathlib import Path
 from typing import Any
 
 import ray
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from executors.step_channel import PacketKind, StepChannel, StepListener
 
 IDLE_S = 3.0
 
@@ -26,6 +32,16 @@ IDLE_S = 3.0
 class Worker:
     def execute_model(self, payload: bytes) -> bytes:
         return payload[:4]
+
+    def listen(self) -> str:
+        self._listener = StepListener()
+        return self._listener.name
+
+    @ray.method(concurrency_group="steps")
+    def serve(self) -> None:
+        channel = self._listener.accept()
+        while (packet := channel.receive()) is not None:
+            channel.send(PacketKind.RESULT, self.execute_model(packet.payload or b""))
 
     def cpu_s(self) -> float:
         return time.process_time()
@@ -36,8 +52,10 @@ class Core:
 
     def __init__(self, transport: str) -> None:
         self._transport = transport
-        self._worker: Any = ray.remote(Worker).options(num_cpus=1).remote()
+        self._worker: Any = ray.remote(concurrency_groups={"steps": 1})(Worker).options(num_cpus=1).remote()
         self._graph: Any = None
+        self._channel: StepChannel | None = None
+        self._waiting: deque[asyncio.Future[bytes]] = deque()
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     async def start(self) -> None:
@@ -45,6 +63,15 @@ class Core:
         if self._transport == "compiled graph":
             await asyncio.to_thread(self._compile)
             threading.Thread(target=self._read, daemon=True).start()
+        if self._transport == "socket":
+            self._channel = StepChannel.connect(await self._worker.listen.remote())
+            self._worker.serve.remote()
+            asyncio.get_running_loop().add_reader(self._channel.fileno(), self._receive, self._channel)
+
+    def _receive(self, channel: StepChannel) -> None:
+        packet = channel.receive()
+        if packet is not None:
+            self._waiting.popleft().set_result(packet.payload or b"")
 
     def _compile(self) -> None:
         from ray.dag import InputNode
@@ -60,6 +87,10 @@ class Core:
 
     def _dispatch(self) -> asyncio.Future[bytes]:
         payload = os.urandom(40)
+        if self._channel is not None:
+            self._waiting.append(asyncio.get_running_loop().create_future())
+            self._channel.send(PacketKind.EXECUTE, payload)
+            return self._waiting[-1]
         if self._graph is None:
             return asyncio.wrap_future(self._worker.execute_model.remote(payload).future())
         loop = asyncio.get_running_loop()
@@ -91,7 +122,7 @@ def main() -> None:
     args = parser.parse_args()
     ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
     print(f"{'us a step':<18}{'wall':>8}{'core CPU':>12}{'worker CPU':>12}{'idle share':>12}")
-    for transport in ("plain calls", "compiled graph"):
+    for transport in ("socket", "plain calls", "compiled graph"):
         core = ray.remote(Core).options(num_cpus=0).remote(transport)
         ray.get(core.start.remote())
         ray.get(core.run.remote(args.steps))

@@ -41,3 +41,10 @@ def standard_workloads() -> list[Workload]:
     mixed = [random_prompt(rng, rng.randint(32, 512)) for _ in range(64)]
     rows.append(Workload("mixed-64", mixed, [rng.randint(32, 128) for _ in mixed]))
     return rows
+
+
+def shared_prefix_workload() -> Workload:
+    """32 requests behind one prefix of 1024 tokens, for engines with a prefix cache."""
+    rng = random.Random(23)
+    prefix = random_prompt(rng, 1024)
+    return Workload("prefix-32", [prefix + random_prompt(rng, 64) for _ in range(32)], [32] * 32)

@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -38,9 +40,8 @@ from engine_actors.ray_places import place_of_this_process
 from engine_actors.ray_sigterm import on_sigterm
 from engine_actors.recovery_limits import RecoveryFailedError
 from engine_actors.utility_queue import UtilityQueue
-from executors.base import ExecutorFailedError, StepFuture
+from executors.base import ExecutorFailedError
 from executors.niceness import undo_ray_niceness
-from scheduler.output import ModelRunnerOutput
 from scheduler.request import EngineCoreRequest
 from scheduler.sampling_params import RequestOutputKind
 
@@ -70,7 +71,6 @@ class HealthReport:
 @dataclass(slots=True)
 class _InFlight:
     pending: PendingStep
-    result: asyncio.Task[ModelRunnerOutput | None]
     dispatched_s: float
 
 
@@ -88,6 +88,8 @@ class EngineCoreActor:
         self._outboxes: dict[int, Outbox] = {}
         self._requests: dict[int, set[str]] = {}
         self._hasty: dict[int, set[str]] = {}  # of the requests, those whose tokens are read one by one
+        self._loop: asyncio.AbstractEventLoop
+        self._loop_thread: int
         self._core: EngineCore
         self._recovery: WorkerRecovery
         self._busy_loop_task: asyncio.Task[None]
@@ -104,6 +106,7 @@ class EngineCoreActor:
 
     async def start(self) -> CoreInfo:
         """Start the workers, load the model and begin to serve. Raises what went wrong; the actor is then of no use."""
+        self._loop, self._loop_thread = asyncio.get_running_loop(), threading.get_ident()
         self._core = await asyncio.to_thread(EngineCore, self._config)
         self._recovery = WorkerRecovery(self._core, self._config, self._changed.set)
         self._utilities = UtilityQueue(
@@ -131,6 +134,7 @@ class EngineCoreActor:
             loop.call_soon_threadsafe(self._put, ExecutorFailed(error, executor))
 
         executor.register_failure_callback(on_failure)
+        executor.use_loop(loop)
 
     async def send(self, client_index: int, sequence: int, data: bytes) -> None:
         """Messages of one client (`encode_messages`). `sequence` counts its calls from 0; they come in any order."""
@@ -211,12 +215,12 @@ class EngineCoreActor:
                     raise
                 except ExecutorFailedError as error:
                     self._recovery.begin(error)
-                    self._drop_steps()
+                    self._in_flight.clear()
         except _StopNow:
             self._state = "stopped"
         except Exception as error:
             self._die(error)
-        self._drop_steps()
+        self._in_flight.clear()
         await self._recovery.abandon()
         # Workers and their placement group are given back before clients hear of the end.
         try:
@@ -225,11 +229,6 @@ class EngineCoreActor:
             logger.exception("Shutting down the executor failed")
         for outbox in self._outboxes.values():
             outbox.stop()
-
-    def _drop_steps(self) -> None:
-        for step in self._in_flight:
-            step.result.cancel()
-        self._in_flight.clear()
 
     async def _busy_loop(self) -> None:
         core = self._core
@@ -265,23 +264,24 @@ class EngineCoreActor:
         pending = core.begin_step() if core.has_requests() else None
         if pending is None:
             return False
-        result = asyncio.ensure_future(_result_of(pending.future))
-        result.add_done_callback(self._on_result)
-        self._in_flight.append(_InFlight(pending, result, time.monotonic()))
+        self._in_flight.append(_InFlight(pending, time.monotonic()))
+        pending.future.add_done_callback(self._on_result)
         return True
 
-    def _on_result(self, result: asyncio.Task[Any]) -> None:
-        if not result.cancelled():
-            # Marks it as seen: after a failure nobody asks for the results of the steps behind it.
-            result.exception()
-        self._changed.set()
+    def _on_result(self) -> None:
+        """In any thread."""
+        if threading.get_ident() == self._loop_thread:
+            self._changed.set()
+            return
+        with suppress(RuntimeError):  # the loop is closed: the actor ends
+            self._loop.call_soon_threadsafe(self._changed.set)
 
     def _finish_step(self) -> bool:
         """Take in the oldest step's result, if it is there."""
-        if not self._in_flight or not self._in_flight[0].result.done():
+        if not self._in_flight or not self._in_flight[0].pending.future.done():
             return False
         step = self._in_flight.popleft()
-        outputs = self._core.finish_step(step.pending, step.result.result())
+        outputs = self._core.finish_step(step.pending, step.pending.future.result())
         self._num_steps += 1
         self._progress_s = time.monotonic()
         self._recovery.note_progress()
@@ -406,9 +406,3 @@ def _may_wait(request: EngineCoreRequest) -> bool:
 
 class _StopNow(Exception):
     """Leave the busy loop in order: nothing is in flight any more, or it has been aborted."""
-
-
-async def _result_of(
-    future: StepFuture[ModelRunnerOutput | None] | StepFuture[ModelRunnerOutput],
-) -> ModelRunnerOutput | None:
-    return await future

@@ -12,7 +12,7 @@ LINGER_S = 0.5
 """How long a client's stream stays open after its last request or utility."""
 
 
-PATIENCE_S = 0.02
+PATIENCE_S = 0.1
 """How long tokens wait for company where the client reads nothing before a request's end. An item of a stream costs
 both processes some 0.4 ms, as much as many a step."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Generic, TypeVar
@@ -27,6 +28,10 @@ class StepFuture(ABC, Generic[T]):
 
     @abstractmethod
     def done(self) -> bool: ...
+
+    @abstractmethod
+    def add_done_callback(self, callback: Callable[[], Any]) -> None:
+        """Call `callback` when the result is there, from any thread; at once if it is. It must not block."""
 
 
 class ExecutorFailedError(RuntimeError):
@@ -83,6 +88,12 @@ class Executor(ABC):
     @abstractmethod
     def register_failure_callback(self, callback: FailureCallback) -> None:
         """`callback` runs once, from any thread, when a worker dies, busy or idle; at once if one already has."""
+
+    def use_loop(self, loop: asyncio.AbstractEventLoop) -> None:  # noqa: B027  some need nothing of it
+        """From now on `loop` drives this executor: results may come in its thread, which saves waking another one.
+
+        Called in the loop's thread, while no step is in flight.
+        """
 
     @abstractmethod
     def set_step_timeout(self, step_timeout_s: float) -> None:

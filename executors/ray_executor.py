@@ -7,6 +7,7 @@ of all.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import time
@@ -147,6 +148,9 @@ class RayExecutor(Executor):
 
     def register_failure_callback(self, callback: FailureCallback) -> None:
         self._monitor.add_callback(callback)
+
+    def use_loop(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._steps.use_loop(loop)
 
     def set_step_timeout(self, step_timeout_s: float) -> None:
         self._monitor.set_step_timeout(step_timeout_s)

@@ -7,6 +7,7 @@ processes. `benchmarks/transport.py` compares them.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 from abc import ABC, abstractmethod
@@ -44,6 +45,9 @@ class StepTransport(ABC):
     @abstractmethod
     def call(self, method: str | Callable[..., Any], arguments: Sequence[tuple[Any, ...]], kwargs: Any) -> list[Any]:
         """Object refs, by rank, of a call of each worker with its own arguments."""
+
+    def use_loop(self, loop: asyncio.AbstractEventLoop) -> None:  # noqa: B027  some need nothing of it
+        """See `Executor.use_loop`."""
 
     @abstractmethod
     def close(self) -> None:
@@ -108,7 +112,7 @@ class Channels(StepTransport):
     ) -> None:
         """
         Args:
-            resolve: Told of each step's result, in a thread of this object's.
+            resolve: Told of each step's result, in a thread of this object's, or in the loop's.
         """
         self._workers, self._channels, self._output_rank = workers, channels, output_rank
         self._resolve = resolve
@@ -116,8 +120,9 @@ class Channels(StepTransport):
         self._waiting: deque[PendingStep[Any]] = deque()
         # Of what all workers must get in one order.
         self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._receive, name="executor-step-results", daemon=True)
-        self._thread.start()
+        # Who reads results: a loop, or, from the first step on, a thread.
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
         self._serve()
 
     def execute(self, payload: bytes, step: PendingStep[Any]) -> None:
@@ -136,14 +141,26 @@ class Channels(StepTransport):
             self._serve()
         return refs
 
+    def use_loop(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._thread is not None:
+            raise RuntimeError("steps have been sent before the executor was given to a loop")
+        self._loop = loop
+        channel = self._channels[self._output_rank]
+        loop.add_reader(channel.fileno(), self._receive_one, channel, loop)
+
     def close(self) -> None:
-        for channel in self._channels:
-            channel.close()
-        if threading.current_thread() is not self._thread:
+        for rank, channel in enumerate(self._channels):
+            channel.shut_down()
+            if self._loop is None or rank != self._output_rank:
+                channel.close()  # a loop's channel is closed by its reader
+        if self._thread is not None and threading.current_thread() is not self._thread:
             self._thread.join()
 
     def _send(self, kind: PacketKind, payload: bytes | None, step: PendingStep[Any], first_rank: int) -> None:
         with self._lock:
+            if self._loop is None and self._thread is None:
+                self._thread = threading.Thread(target=self._receive, name="executor-step-results", daemon=True)
+                self._thread.start()
             step.due = _count(self._num_sent, first_rank)
             worker, number = self._workers[self._output_rank], step.due[self._output_rank]
             step.set_object_ref(lambda: worker.result_of.remote(number))
@@ -156,6 +173,15 @@ class Channels(StepTransport):
         channel = self._channels[self._output_rank]
         while (packet := channel.receive()) is not None:
             self._resolve(self._waiting.popleft(), packet.payload)
+
+    def _receive_one(self, channel: StepChannel, loop: asyncio.AbstractEventLoop) -> None:
+        """In the loop, when there is something to read, or the worker or this object has closed the channel."""
+        packet = channel.receive()
+        if packet is not None:
+            self._resolve(self._waiting.popleft(), packet.payload)
+            return
+        loop.remove_reader(channel.fileno())
+        channel.close()
 
     def _pause(self) -> None:
         for channel in self._channels:

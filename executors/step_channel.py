@@ -119,10 +119,18 @@ class StepChannel:
                 payload = file.read(size)
         return Packet(PacketKind(kind), payload)
 
-    def close(self) -> None:
-        """Also ends a `receive` that waits in another thread. Idempotent."""
+    def fileno(self) -> int:
+        """For event loops: readable when `receive` does not wait."""
+        return self._socket.fileno()
+
+    def shut_down(self) -> None:
+        """Send and receive no more: a `receive` that waits, in another thread or in a loop, gets None. Idempotent."""
         with suppress(OSError):  # the other end has closed it
             self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """`shut_down`, and give the descriptor back. Idempotent."""
+        self.shut_down()
         self._socket.close()
 
 

@@ -69,6 +69,9 @@ class PendingStep(StepFuture[T]):
     def done(self) -> bool:
         return self._future.done()
 
+    def add_done_callback(self, callback: Callable[[], Any]) -> None:
+        self._future.add_done_callback(lambda _: callback())
+
     @property
     def object_ref(self) -> Any:
         """A Ray object ref of the result, as the worker sent it; None where there is no Ray."""

@@ -67,6 +67,9 @@ class FakeFuture(StepFuture[ModelRunnerOutput | None]):
     def done(self) -> bool:
         return self.future.done()
 
+    def add_done_callback(self, callback: Callable[[], Any]) -> None:
+        self.future.add_done_callback(lambda _: callback())
+
 
 class _Row:
     def __init__(self, data: NewRequestData) -> None:
