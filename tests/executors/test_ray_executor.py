@@ -23,8 +23,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from executors import placement_guard
 from executors.base import ExecutorFailedError, ResourcesUnavailableError
 from executors.config import ModelConfig, ParallelConfig
-from executors.model_config import resolve_model_config, with_resolution
 from executors.input_batch import InvalidStepError
+from executors.model_config import resolve_model_config, with_resolution
 from executors.placement import remove_orphaned_placement_groups, remove_placement_groups_of
 from executors.ray_executor import RayExecutor
 from executors.ray_transport import ActorCalls, Channels, StepTransport
