@@ -1,10 +1,12 @@
 """How far the engine's greedy texts agree with transformers' in bfloat16: computed in bfloat16, and in float32.
 
     python benchmarks/agreement.py [MODEL_DIR] [--prompts 200] [--tokens 64] [--vllm-python PATH] [--no-float32]
+                                   [--part 1/4]
 
 Prompts are passages of this repository's documentation. Two texts agree up to their first different token; after it
 they are different texts. Prints, for each engine, the share of tokens before that place and of texts without one.
 transformers in float32 shows what rounding to bfloat16 alone costs. --vllm-python names an interpreter that has vLLM.
+--part does every fourth prompt, from the first on; the mean over all parts is the result for all prompts.
 """
 
 from __future__ import annotations
@@ -102,6 +104,14 @@ def agreement(texts: Texts, reference: Texts) -> tuple[float, float]:
     ) / len(reference)
 
 
+def part_of(text: str) -> slice:
+    """ "2/4" → every fourth prompt, from the second on."""
+    number, _, count = text.partition("/")
+    if not (number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
+        raise argparse.ArgumentTypeError(f"must be I/N with 1 <= I <= N, got {text!r}")
+    return slice(int(number) - 1, None, int(count))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("model", nargs="?")
@@ -109,12 +119,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--vllm-python", metavar="PATH")
     parser.add_argument("--no-float32", action="store_true", help="leave out the rows in float32")
+    parser.add_argument("--part", type=part_of, default=slice(None), metavar="I/N")
     args = parser.parse_args()
     if not args.model:
         from engine_actors.fetch_model import fetch_model
 
         args.model = str(fetch_model())
-    prompts = passages(args.model, args.prompts)
+    prompts = passages(args.model, args.prompts)[args.part]
     work = (prompts, args.tokens)
     rows = {"engine, bfloat16": by_engine(args.model, "bfloat16", *work)}
     if args.vllm_python:
@@ -123,7 +134,7 @@ def main() -> None:
     if not args.no_float32:
         rows["engine, float32"] = by_engine(args.model, "float32", *work)
         rows["transformers, float32"] = by_transformers(args.model, "float32", *work)
-    print(f"{args.prompts} prompts, {args.tokens} tokens each; against transformers in bfloat16")
+    print(f"{len(prompts)} prompts, {args.tokens} tokens each; against transformers in bfloat16")
     print(f"{'':<24}{'tokens':>10}{'texts':>10}")
     for name, texts in rows.items():
         tokens, whole = agreement(texts, reference)
