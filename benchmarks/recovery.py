@@ -131,7 +131,7 @@ def main() -> None:
         "num_gpu_blocks_override": 1000,
     }
     num_cpus = max(args.tensor_parallel_size * args.pipeline_parallel_size, os.cpu_count() or 1)
-    ray.init(num_cpus=num_cpus, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init("local", num_cpus=num_cpus, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     victims = ["worker", "EngineCore"]
     for victim in victims:
         asyncio.run(measure_detection(options, victim, args.repeats))

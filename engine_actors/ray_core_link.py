@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import threading
 import weakref
 from concurrent.futures import Future
@@ -25,6 +24,7 @@ from engine_actors.core import CoreInfo
 from engine_actors.core_actor import EngineCoreActor, HealthReport
 from engine_actors.errors import EngineDeadError, EngineStartupError
 from engine_actors.messages import ClientMessage, OutputBatch, ShutdownMessage, decode_batch, encode_messages
+from engine_actors.ray_places import cluster_to_join
 from executors.placement import remove_placement_groups_of
 
 logger = logging.getLogger(__name__)
@@ -254,7 +254,7 @@ def ensure_ray() -> None:
 
 def _init_ray() -> None:
     ray.init(
-        address=os.environ.get("RAY_ADDRESS") or None,
+        address=cluster_to_join(),
         include_dashboard=False,
         logging_level=logging.WARNING,
     )

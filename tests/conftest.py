@@ -29,7 +29,7 @@ def ray_cluster() -> Iterator[None]:
     """The one Ray instance of the session."""
     import ray
 
-    ray.init(num_cpus=RAY_CPUS, include_dashboard=False, log_to_driver=False, namespace="tests")
+    ray.init("local", num_cpus=RAY_CPUS, include_dashboard=False, log_to_driver=False, namespace="tests")
     yield
     ray.shutdown()
 

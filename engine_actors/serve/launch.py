@@ -17,6 +17,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from engine_actors.ray_places import cluster_to_join
 from engine_actors.serve.direct import can_be_direct, direct_environment, remove_direct_files
 from engine_actors.serve.llm_config import LLMConfig
 
@@ -150,8 +151,8 @@ def _start_ray(address: str | None, say: Say) -> bool:
     say("Starting Ray on this machine" if address is None else f"Joining the Ray cluster at {address}")
     for attempt in range(1, START_ATTEMPTS + 1):
         try:
-            ray.init(address, include_dashboard=False if address is None else None, log_to_driver=False,
-                     logging_level=logging.WARNING, namespace="engine-actors")  # fmt: skip
+            ray.init(address or cluster_to_join(), include_dashboard=False if address is None else None,
+                     log_to_driver=False, logging_level=logging.WARNING, namespace="engine-actors")  # fmt: skip
             break
         except Exception as error:  # Ray raises plain Exceptions here too
             ray.shutdown()

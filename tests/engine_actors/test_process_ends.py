@@ -27,7 +27,7 @@ def start():
     return LLM(model, executor_class=FakeExecutor)
 
 def connect():
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
 """
 AFTER_RAY_SHUTDOWN = """
 connect()

@@ -454,7 +454,7 @@ def test_shutdown_works_after_ray_has_been_shut_down(tiny_llama_dir: Path) -> No
         import ray, threading
         from pathlib import Path
         from tests.executors.test_ray_executor import make_driver, make_executor
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+        ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
         executor = make_executor(Path({str(tiny_llama_dir)!r}))
         make_driver(executor).generate([[5, 6]], 2)
         ray.shutdown()

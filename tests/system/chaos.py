@@ -17,10 +17,13 @@ import os
 import random
 import signal
 import statistics
+import tempfile
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="ea-chaos-", dir="/tmp")  # others shall not join this cluster
 
 import ray
 from ray.cluster_utils import Cluster

@@ -122,8 +122,7 @@ asyncio.run(main())
 
 
 def test_ray_that_an_engine_starts_outlives_the_thread_that_made_the_engine(random_llama_dir: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    environment.pop("RAY_ADDRESS", None)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_ADDRESS": "local"}
     program = [sys.executable, "-c", WITHOUT_A_CLUSTER, str(random_llama_dir)]
     done = subprocess.run(program, stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT, env=environment)
     from_thread, from_loop = [line for line in done.stdout.splitlines() if line.startswith("tokens")]

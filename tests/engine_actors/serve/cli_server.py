@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 START_S = 280
@@ -39,10 +42,19 @@ def command(*arguments: str) -> list[str]:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Of a process that imports this tree and joins no cluster of the tests'."""
+    """Of a process that imports this tree and joins no cluster: not the tests' own, nor the machine's last."""
     root = str(Path(__file__).parents[3])
     kept = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS" and "RAY_SERVE" not in name}
-    return {**kept, "PYTHONPATH": root, "HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0", **more}
+    own = {"PYTHONPATH": root, "RAY_TMPDIR": _ray_folder(), "HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    return {**kept, **own, **more}
+
+
+@cache
+def _ray_folder() -> str:
+    """Where Ray finds the last cluster's address, and makes its sockets, whose paths must be short."""
+    folder = tempfile.mkdtemp(prefix="ea-", dir="/tmp")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 @contextmanager
