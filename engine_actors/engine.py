@@ -38,8 +38,8 @@ class EngineActor(AsyncUtilities):
     If the engine cannot start, the actor dies with EngineStartupError, and each call raises Ray's ActorDiedError with
     that text. Later errors arrive as what they are: `except EngineDeadError` around `ray.get` works.
 
-    The requests of a caller whose process dies run to their ends, for Ray does not tell an actor who calls it. Where that
-    matters, let the process have an `AsyncLLM` of its own, whose death aborts them, or have a supervisor `abort` them.
+    The requests of a caller whose process dies run to their ends, for Ray does not tell an actor who calls it. Where
+    that matters, let a supervisor `abort` them.
     """
 
     def __init__(self, model: str, **kwargs: Any) -> None:
