@@ -6,8 +6,10 @@ import asyncio
 import itertools
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+from engine_actors.beam_search import BeamSearchOutput, BeamSearchParams, plan_beam_searches
 from engine_actors.clients import EngineCoreClient
 from engine_actors.config import EngineConfig
 from engine_actors.errors import EngineDeadError, InvalidRequestError
@@ -167,19 +169,25 @@ class AsyncLLM(AsyncUtilities):
         request_ids: Sequence[str] | None = None,
         priority: int | Sequence[int] = 0,
         add_special_tokens: bool = True,
+        limit_logprobs: bool = True,
     ) -> list[RequestStream]:
-        """Queue several requests in one message; if one of them is wrong, none."""
+        """Queue several requests in one message; if one of them is wrong, none.
+
+        Args:
+            limit_logprobs: EngineConfig.max_logprobs holds for them.
+        """
         self._start_output_task()
         params = broadcast("sampling_params", sampling_params, len(prompts), None)
         priorities = broadcast("priority", priority, len(prompts), 0)
         ids = list(request_ids or (f"request-{next(self._ids)}" for _ in prompts))
-        arguments = (ids, list(prompts), params, priorities)
+        process = partial(
+            self.input_processor.process_batch, ids, list(prompts), params, priorities,
+            add_special_tokens=add_special_tokens, limit_logprobs=limit_logprobs,
+        )  # fmt: skip
         if _num_chars(prompts) > THREAD_TOKENISE_CHARS or not self.input_processor.is_quick(params):
-            requests = await compute_beside_loop(
-                self.input_processor.process_batch, *arguments, add_special_tokens=add_special_tokens
-            )
+            requests = await compute_beside_loop(process)
         else:
-            requests = self.input_processor.process_batch(*arguments, add_special_tokens=add_special_tokens)
+            requests = process()
         return self._submit(requests)
 
     async def generate_all(
@@ -197,7 +205,28 @@ class AsyncLLM(AsyncUtilities):
             p.with_output_kind(RequestOutputKind.FINAL_ONLY) if isinstance(p, SamplingParams) else p
             for p in broadcast("sampling_params", sampling_params, len(batch), default)
         ]
-        streams = await self.add_requests(batch, params, None, priority, add_special_tokens)
+        return await self._run_to_end(await self.add_requests(batch, params, None, priority, add_special_tokens))
+
+    async def beam_search(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        params: BeamSearchParams,
+        *,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The `beam_width` best sequences of each prompt, as `LLM.beam_search`; other requests go on beside it.
+        Cancelling aborts it."""
+        outputs: list[BeamSearchOutput] = []
+        for searches in plan_beam_searches(as_prompt_list(prompts), params, self.input_processor, concurrency_limit):
+            step = searches.step_params.with_output_kind(RequestOutputKind.FINAL_ONLY)
+            while inputs := searches.next_prompts():
+                streams = await self.add_requests(inputs, step, limit_logprobs=False)
+                searches.advance(await self._run_to_end(streams))
+            outputs += searches.results()
+        return outputs
+
+    async def _run_to_end(self, streams: Sequence[RequestStream]) -> list[RequestOutput]:
+        """The one output of each of these final-only requests; whatever happens, none is left behind."""
         try:
             return [await anext(stream) for stream in streams]
         finally:

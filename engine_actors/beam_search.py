@@ -1,23 +1,22 @@
 """Beam search over an engine: each step is one token for every live beam, with the most likely ones' log-probabilities.
 
-Called by `LLM.beam_search`. The search is that of transformers' `generate(num_beams=..., early_stopping=False)`. Beams
-share their beginnings through the prefix cache, so a step computes little more than one token for each.
+Used by `LLM.beam_search` and `AsyncLLM.beam_search`, which run the steps. The search is that of transformers'
+`generate(num_beams=..., early_stopping=False)`. Beams share their beginnings through the prefix cache, so a step
+computes little more than one token for each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
+from engine_actors.input_processor import InputProcessor
 from engine_actors.outputs import RequestOutput, TokenLogprobsByID
 from scheduler.sampling_params import MAX_N, SamplingParams
 from scheduler.values import check_float, check_int, is_finite
-
-GenerateTokens = Callable[[list[Any], SamplingParams], list[RequestOutput]]
-"""Prompts as token ids, and parameters, to one finished output for each."""
 
 
 class BeamSearchParams(msgspec.Struct, kw_only=True):
@@ -151,37 +150,93 @@ class _Search:
         return cum_logprob / self._num_generated**self._params.length_penalty
 
 
-def beam_search(
-    prompts: Sequence[BeamPrompt],
-    params: BeamSearchParams,
-    *,
-    generate: GenerateTokens,
-    eos_token_ids: Sequence[int],
-    vocab_size: int,
-    tokenizer: Any | None,
-) -> list[BeamSearchOutput]:
-    """Search from all prompts side by side.
+class BeamSearches:
+    """Searches from several prompts side by side: run `next_prompts` with `step_params`, pass the outputs to `advance`,
+    until there are no more prompts."""
+
+    def __init__(
+        self,
+        prompts: Sequence[BeamPrompt],
+        params: BeamSearchParams,
+        *,
+        eos_token_ids: Sequence[int],
+        vocab_size: int,
+        tokenizer: Any | None,
+    ) -> None:
+        ends = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
+        # So many that as many as the beam width remain when each beam's likeliest continuations are its ends.
+        self._num_candidates = max(2, 1 + len(ends)) * params.beam_width
+        self._searches = [_Search(prompt, params, ends) for prompt in prompts]
+        self._params = params
+        self._tokenizer = tokenizer
+        self.step_params = SamplingParams(
+            temperature=0.0,
+            max_tokens=1,
+            logprobs=min(self._num_candidates, vocab_size),
+            detokenize=tokenizer is not None,
+        )
+
+    def next_prompts(self) -> list[dict[str, Any]]:
+        """One prompt for each live beam; none when all is found."""
+        return [_as_prompt(search, beam) for search in self._searches for beam in search.live]
+
+    def advance(self, outputs: Sequence[RequestOutput]) -> None:
+        """One token further.
+
+        Args:
+            outputs: Finished, one for each of `next_prompts`.
+
+        Raises:
+            Exception: What a request of the search failed with.
+        """
+        positions = iter([_next_position(output) for output in outputs])
+        for search in self._searches:
+            if search.live:
+                search.advance([next(positions) for _ in search.live], self._num_candidates)
+
+    def results(self) -> list[BeamSearchOutput]:
+        """What was found from each prompt."""
+        if self._tokenizer is not None:
+            skip = self._params.skip_special_tokens
+            for search in self._searches:
+                for sequence in search.finished:
+                    sequence.text = self._tokenizer.decode(sequence.tokens, skip_special_tokens=skip)
+        return [BeamSearchOutput(search.finished) for search in self._searches]
+
+
+def plan_beam_searches(
+    prompts: Sequence[Any], params: BeamSearchParams, processor: InputProcessor, concurrency_limit: int | None
+) -> list[BeamSearches]:
+    """Checks all prompts; the searches come one after the other, each of up to `concurrency_limit` prompts.
 
     Raises:
-        Exception: What a request of the search failed with.
+        InvalidRequestError: A prompt is wrong; the text names field, value and what is allowed.
+        ValueError: concurrency_limit is not positive.
     """
-    ends = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
-    # So many that as many as the beam width remain when each beam's likeliest continuations are its ends.
-    num_candidates = max(2, 1 + len(ends)) * params.beam_width
-    step = SamplingParams(
-        temperature=0.0, max_tokens=1, logprobs=min(num_candidates, vocab_size), detokenize=tokenizer is not None
-    )
-    searches = [_Search(prompt, params, ends) for prompt in prompts]
-    while running := [search for search in searches if search.live]:
-        inputs = [_as_prompt(search, beam) for search in running for beam in search.live]
-        outputs = iter(generate(inputs, step))
-        for search in running:
-            search.advance([_next_position(next(outputs)) for _ in search.live], num_candidates)
-    for search in searches:
-        for sequence in search.finished:
-            if tokenizer is not None:
-                sequence.text = tokenizer.decode(sequence.tokens, skip_special_tokens=params.skip_special_tokens)
-    return [BeamSearchOutput(search.finished) for search in searches]
+    if concurrency_limit is not None:
+        check_int("concurrency_limit", concurrency_limit, 1, None)
+    length = SamplingParams(max_tokens=params.max_tokens)
+    ids = [str(index) for index in range(len(prompts))]
+    requests = processor.process_batch(ids, prompts, [length] * len(prompts), [0] * len(prompts))
+    starts = [
+        BeamPrompt(
+            request.parent.prompt_token_ids,
+            request.children[0].sampling_params.max_tokens or 1,
+            request.children[0].cache_salt,
+        )
+        for request in requests
+    ]
+    size = concurrency_limit or max(1, len(starts))
+    return [
+        BeamSearches(
+            starts[first : first + size],
+            params,
+            eos_token_ids=processor.eos_token_ids,
+            vocab_size=processor.vocab_size,
+            tokenizer=processor.tokenizer,
+        )
+        for first in range(0, len(starts), size)
+    ]
 
 
 def _as_prompt(search: _Search, beam: BeamSearchSequence) -> dict[str, Any]:

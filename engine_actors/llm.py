@@ -12,7 +12,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from engine_actors.beam_search import BeamPrompt, BeamSearchOutput, BeamSearchParams, beam_search
+from engine_actors.beam_search import BeamSearchOutput, BeamSearchParams, plan_beam_searches
 from engine_actors.config import EngineConfig
 from engine_actors.errors import InvalidRequestError, QueueFullError
 from engine_actors.input_processor import ProcessedRequest, PromptType
@@ -118,33 +118,15 @@ class LLM(SyncUtilities):
             InvalidRequestError: A prompt is wrong; the text names field, value and what is allowed.
             EngineDeadError: The engine has failed.
         """
-        batch = as_prompt_list(prompts)
-        processor = self.llm_engine.input_processor
-        length = SamplingParams(max_tokens=params.max_tokens)
-        requests = processor.process_batch(
-            [str(i) for i in range(len(batch))], batch, [length] * len(batch), [0] * len(batch)
-        )
-        starts = [
-            BeamPrompt(
-                request.parent.prompt_token_ids,
-                request.children[0].sampling_params.max_tokens or 1,
-                request.children[0].cache_salt,
-            )
-            for request in requests
-        ]
-        size = concurrency_limit or max(1, len(starts))
         outputs: list[BeamSearchOutput] = []
-        with _Progress(len(starts), use_tqdm) as progress:
-            for first in range(0, len(starts), size):
-                outputs += beam_search(
-                    starts[first : first + size],
-                    params,
-                    generate=self._run_beams,
-                    eos_token_ids=processor.eos_token_ids,
-                    vocab_size=processor.vocab_size,
-                    tokenizer=self.get_tokenizer(),
-                )
-                progress.advance(len(outputs) - first)
+        batch = as_prompt_list(prompts)
+        with _Progress(len(batch), use_tqdm) as progress:
+            for searches in plan_beam_searches(batch, params, self.llm_engine.input_processor, concurrency_limit):
+                while inputs := searches.next_prompts():
+                    searches.advance(self._run_beams(inputs, searches.step_params))
+                found = searches.results()
+                outputs += found
+                progress.advance(len(found))
         return outputs
 
     def _run_beams(self, prompts: list[Any], params: SamplingParams) -> list[RequestOutput]:

@@ -17,7 +17,12 @@ MAX_ELEMENTS = 1 << 25
 BLOCK = 64
 """Tokens of a block in the search for the most likely ones: only blocks with a large maximum are looked into."""
 
+MAX_CACHED_ELEMENTS = 1 << 18
+"""Of logits that `by_row` works on at once."""
+
 NOT_ASKED = -1
+
+_NO_IDS = np.zeros(0, dtype=np.int64)
 
 
 class LogprobsState:
@@ -54,21 +59,32 @@ def compute_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_most_lik
 
 
 def by_row(logits: torch.Tensor, token_ids: torch.Tensor, num_most_likely: np.ndarray) -> TokenLogprobs:
-    """For CPUs: a row stays in the cache, and numpy's small operations cost a fraction of torch's."""
+    """For CPUs: a few rows at once, which stay in the cache, then each by numpy, whose small operations cost a fraction
+    of torch's."""
     ids: list[np.ndarray] = []
     logprobs: list[np.ndarray] = []
     ranks: list[int] = []
-    # Filled anew for each row: fresh memory costs more than the arithmetic.
-    row_logprobs = torch.empty(logits.shape[1])
-    as_float32 = None if logits.dtype == torch.float32 else torch.empty(logits.shape[1])
-    for row, token_id, count in zip(logits, token_ids.tolist(), num_most_likely.tolist(), strict=True):
+    num_rows, vocab_size = logits.shape
+    step = max(1, min(num_rows, MAX_CACHED_ELEMENTS // vocab_size))
+    # Filled anew each time: fresh memory costs more than the arithmetic.
+    all_logprobs = torch.empty(step, vocab_size)
+    as_float32 = None if logits.dtype == torch.float32 else torch.empty(step, vocab_size)
+    for start in range(0, num_rows, step):
+        chunk = logits[start : start + step]
         if as_float32 is not None:
-            row = as_float32.copy_(row)
-        values = row.numpy()
-        ids.append(np.concatenate([[token_id], _first_of_row(row, values, count)]))
-        torch.log_softmax(row, -1, out=row_logprobs)
-        logprobs.append(row_logprobs.numpy()[ids[-1]])
-        ranks.append(1 + int(np.count_nonzero(values > values[token_id])))
+            chunk = as_float32[: len(chunk)].copy_(chunk)
+        counts = num_most_likely[start : start + step].tolist()
+        bounds = _bounds_of_first(chunk, counts)
+        torch.log_softmax(chunk, -1, out=all_logprobs[: len(chunk)])
+        chunk_values, chunk_logprobs = chunk.numpy(), all_logprobs.numpy()
+        for row, token_id in enumerate(token_ids[start : start + step].tolist()):
+            values, count = chunk_values[row], counts[row]
+            # Descending, equal ones by ascending id.
+            candidates = np.flatnonzero(values >= bounds[row]) if count else _NO_IDS
+            first = candidates[np.argsort(-values[candidates], kind="stable")[:count]]
+            ids.append(np.concatenate([[token_id], first]))
+            logprobs.append(chunk_logprobs[row][ids[-1]])
+            ranks.append(1 + int(np.count_nonzero(values > values[token_id])))
     lengths = np.fromiter(map(len, ids), dtype="<i4", count=len(ids))
     return TokenLogprobs(
         lengths.tobytes(),
@@ -78,19 +94,24 @@ def by_row(logits: torch.Tensor, token_ids: torch.Tensor, num_most_likely: np.nd
     )
 
 
-def _first_of_row(row: torch.Tensor, values: np.ndarray, count: int) -> np.ndarray:
-    """The `count` tokens of the largest values, descending, equal ones by ascending id. `values` is `row`'s."""
-    vocab_size = len(values)
-    if count == 0:
-        return np.zeros(0, dtype=np.int64)
+def _bounds_of_first(logits: torch.Tensor, counts: list[int]) -> list[float]:
+    """A value for each row that its `counts[i]` largest reach and few others; where that is 0, any."""
+    vocab_size = logits.shape[1]
     num_blocks = vocab_size // BLOCK
-    if count * 4 > num_blocks:
-        bound = np.partition(values, vocab_size - count)[vocab_size - count]
-    else:
-        # So many blocks have a value as large as this; no token below it is among the first.
-        bound = row[: num_blocks * BLOCK].view(num_blocks, BLOCK).amax(-1).topk(count).values[-1].item()
-    candidates = np.flatnonzero(values >= bound)
-    return candidates[np.argsort(-values[candidates], kind="stable")[:count]]
+    width = max((count for count in counts if count * 4 <= num_blocks), default=0)
+    largest: list[list[float]] = []
+    if width:
+        largest = logits[:, : num_blocks * BLOCK].view(len(counts), num_blocks, BLOCK).amax(-1).topk(width)[0].tolist()
+    bounds = []
+    for row, count in enumerate(counts):
+        if count == 0:
+            bounds.append(0.0)
+        elif count <= width:
+            # So many blocks have a value as large as this.
+            bounds.append(largest[row][count - 1])
+        else:
+            bounds.append(float(np.partition(logits[row].numpy(), vocab_size - count)[vocab_size - count]))
+    return bounds
 
 
 def by_chunk(logits: torch.Tensor, token_ids: torch.Tensor, num_most_likely: np.ndarray) -> TokenLogprobs:

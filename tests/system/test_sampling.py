@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from engine_actors import LLM, AsyncLLM, RequestOutputKind, SamplingParams
+from engine_actors import LLM, AsyncLLM, BeamSearchParams, RequestOutputKind, SamplingParams
 from engine_actors.errors import EngineStartupError, InvalidRequestError
 from tests.fakes import CONFIG, VOCAB_SIZE, byte_level_tokenizer
 
@@ -171,16 +172,37 @@ def test_parallel_layouts(llama_dir: Path, alone: dict[str, Any], options: dict[
         check_mixed(engine, alone)
 
 
-@pytest.mark.ray
-@pytest.mark.usefixtures("ray_cluster")
-async def test_async_llm(llama_dir: Path, alone: dict[str, Any]) -> None:
+@pytest.fixture(scope="module")
+def async_llm(llama_dir: Path, ray_cluster: None) -> Iterator[AsyncLLM]:
     engine = AsyncLLM(str(llama_dir), **OPTIONS)
-    try:
-        outputs = await engine.generate_all(*mixed_batch())
-    finally:
-        await engine.shutdown_async()
+    yield engine
+    engine.shutdown(0.0)
+
+
+@pytest.mark.ray
+async def test_async_llm(async_llm: AsyncLLM, alone: dict[str, Any]) -> None:
+    outputs = await async_llm.generate_all(*mixed_batch())
     for name, output in zip(FEATURES, outputs, strict=False):
         assert_same(output, alone[name])
+
+
+@pytest.mark.ray
+async def test_beam_search_through_async_llm_beside_another_request(
+    llm: LLM, async_llm: AsyncLLM, alone: dict[str, Any]
+) -> None:
+    params = BeamSearchParams(beam_width=12, max_tokens=5)  # More log-probabilities than a request may ask for.
+    prompts = [PROMPT, PROMPT[:7], [5]]
+    found, (other,) = await asyncio.gather(
+        async_llm.beam_search(prompts, params, concurrency_limit=2),
+        async_llm.generate_all([PROMPT], params_of("all")),
+    )
+    expected = llm.beam_search(prompts, params)
+    for output, same in zip(found, expected, strict=True):
+        assert [(s.tokens, s.text) for s in output.sequences] == [(s.tokens, s.text) for s in same.sequences]
+    assert_same(other, alone["all"])
+    assert async_llm.output_processor.num_unfinished == 0
+    with pytest.raises(ValueError, match="concurrency_limit must be an integer, at least 1; got 0"):
+        await async_llm.beam_search(prompts, params, concurrency_limit=0)
 
 
 def test_prompt_logprobs_are_complete_after_prefix_hits(llm: LLM, alone: dict[str, Any]) -> None:
