@@ -386,8 +386,7 @@ class EngineCoreActor:
             if ended:
                 self._requests.get(client_index, set()).difference_update(ended)
                 self._hasty.get(client_index, set()).difference_update(ended)
-            may_wait = not ended and not self._hasty.get(client_index)
-            self._outbox(client_index).put_outputs(client_outputs, may_wait=may_wait)
+            self._outbox(client_index).put_outputs(client_outputs, may_wait=not self._hasty.get(client_index))
 
     def _die(self, error: Exception) -> None:
         """Tell every client, with the cause."""

@@ -51,12 +51,13 @@ class Outbox:
     def put_outputs(self, outputs: EngineCoreOutputs, *, may_wait: bool = False) -> None:
         """
         Args:
-            may_wait: They may be sent up to PATIENCE_S later, together with others.
+            may_wait: Tokens may be sent up to PATIENCE_S later, together with others. A request's first ones, which
+                tell when it began to answer, and its end never wait.
         """
         if self._ended:
             return
         self._batch.outputs.append(outputs)
-        if not may_wait:
+        if not may_wait or outputs.started or outputs.finished:
             self._changed.set()
         elif self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(PATIENCE_S, self._changed.set)

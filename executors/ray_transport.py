@@ -166,7 +166,7 @@ class Channels(StepTransport):
             step.set_object_ref(lambda: worker.result_of.remote(number))
             self._waiting.append(step)
             for channel in self._channels[first_rank:]:
-                with suppress(OSError):  # The worker is gone, which its `watch` tells.
+                with suppress(ConnectionError):  # The worker is gone, which its `watch` tells.
                     channel.send(kind, payload)
 
     def _receive(self) -> None:
@@ -185,7 +185,7 @@ class Channels(StepTransport):
 
     def _pause(self) -> None:
         for channel in self._channels:
-            with suppress(OSError):
+            with suppress(ConnectionError):
                 channel.send(PacketKind.PAUSE)
 
     def _serve(self) -> None:

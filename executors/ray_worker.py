@@ -113,7 +113,7 @@ class RayWorker:
             if self._gives_output:
                 try:
                     self._channel.send(PacketKind.RESULT, result)
-                except OSError:
+                except ConnectionError:
                     return  # The owner is gone; Ray ends this process.
 
     @ray.method(concurrency_group="results")

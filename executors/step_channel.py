@@ -89,8 +89,11 @@ class StepChannel:
     def send(self, kind: PacketKind, payload: bytes | None = None) -> None:
         """
         Raises:
-            OSError: The other end is gone.
+            ConnectionError: The other end is gone, or this one was closed.
+            OSError: The packet cannot be sent.
         """
+        if self._socket.fileno() < 0:
+            raise BrokenPipeError("the step channel was closed")
         if payload is None:
             self._socket.send(_HEADER.pack(kind, _Place.NOWHERE, 0))
         elif len(payload) <= INLINE_BYTES:

@@ -23,7 +23,7 @@ from engine_actors.messages import (
     decode_messages,
     encode_messages,
 )
-from scheduler.output import EngineCoreOutputs, FinishedRequest, FinishReason, pack_int32
+from scheduler.output import EngineCoreOutputs, FinishedRequest, FinishReason, RequestEvents, pack_int32
 from scheduler.request import EngineCoreRequest
 from scheduler.sampling_params import RequestOutputKind, SamplingParams
 
@@ -95,6 +95,20 @@ async def test_outputs_that_may_wait_go_out_by_themselves_in_the_end(monkeypatch
         outputs = EngineCoreOutputs(["a"], [token])
         outbox.put_outputs(outputs, may_wait=True)
         assert decode_batch((await anext(stream))[0]).outputs == [outputs]
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        EngineCoreOutputs(["a"], [1], started=[RequestEvents("a", 0.0, 0.0)]),
+        EngineCoreOutputs(["a"], [1], finished=[FinishedRequest("a", FinishReason.LENGTH)]),
+    ],
+)
+async def test_first_tokens_and_ends_never_wait(outputs: EngineCoreOutputs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core_streams, "PATIENCE_S", 60.0)
+    outbox = Outbox()
+    outbox.put_outputs(outputs, may_wait=True)
+    assert decode_batch((await anext(outbox.batches(lambda: False, Inbox())))[0]).outputs == [outputs]
 
 
 @pytest.mark.parametrize(
