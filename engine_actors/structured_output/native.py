@@ -32,6 +32,7 @@ def load() -> ModuleType:
     with _lock:
         if _BINDING in sys.modules:  # Loaded before, or somebody imported the package.
             return sys.modules[_BINDING]
+        _import_tvm_ffi()
         from tvm_ffi.libinfo import load_lib_module
 
         package = importlib.util.find_spec("xgrammar")
@@ -47,6 +48,21 @@ def load() -> ModuleType:
         # By its own name: classes can be registered once, so an import of the whole package must find this module.
         sys.modules[_BINDING] = module
         return module
+
+
+def _import_tvm_ffi() -> None:
+    """Without torch, unless this process has it: tvm_ffi takes it if it can, which costs EngineCore a second and more
+    beside running steps, and 200 MB.
+    """
+    if "torch" in sys.modules:
+        import tvm_ffi
+
+        return
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    try:
+        import tvm_ffi  # noqa: F401
+    finally:
+        del sys.modules["torch"]
 
 
 def new_tokenizer_info(texts: Sequence[bytes], stop_token_ids: Sequence[int]) -> Any:

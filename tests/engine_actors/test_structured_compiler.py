@@ -311,3 +311,17 @@ def test_specs_are_checked_in_the_process_too(backend: XGrammarBackend) -> None:
     """Whoever sends a spec without checking it gets the same error."""
     with pytest.raises(StructuredOutputError, match=re.escape("json/type must be one or more of")):
         backend.compile(GrammarSpec("json", '{"type":"nonsense"}')).result(WAIT_S)
+
+
+def test_grammars_need_no_torch_and_leave_it_to_be_imported() -> None:
+    script = (
+        "import sys\n"
+        "from engine_actors.structured_output import native\n"
+        "native.load()\n"
+        "assert 'torch' not in sys.modules\n"
+        "info = native.new_tokenizer_info([b'a', b'b', b''], [2])\n"
+        "grammar = native.compile_grammar(native.new_compiler(info), 'root ::= \"a\"', is_structural_tag=False)\n"
+        "import torch\n"
+        "assert native.accept_token(native.new_matcher(grammar), 0) and torch.ones(2).sum() == 2\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=WAIT_S)
