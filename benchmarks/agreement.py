@@ -60,7 +60,7 @@ model, num_tokens, prompts = json.load(sys.stdin)
 llm = LLM(model=model, dtype="bfloat16", max_model_len=1024)
 params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
 outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-print("\\n" + json.dumps([list(o.outputs[0].token_ids) for o in outputs]))
+print("\\nTEXTS " + json.dumps([list(o.outputs[0].token_ids) for o in outputs]))
 """
 
 
@@ -71,7 +71,9 @@ def by_vllm(python: str, model: str, prompts: Texts, num_tokens: int) -> Texts:
     done = subprocess.run(
         [python, "-c", VLLM_SCRIPT], input=work, stdout=subprocess.PIPE, text=True, check=True, env=env
     )
-    texts: Texts = json.loads(done.stdout.splitlines()[-1])
+    # vLLM's own lines stand before and behind it.
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("TEXTS ")]
+    texts: Texts = json.loads(line.removeprefix("TEXTS "))
     return texts
 
 
