@@ -36,8 +36,8 @@ from engine_actors.structured_output.compile_messages import (
 )
 
 _READ_BYTES = 1 << 20
-_LOW_PRIORITY = 10
-"""Of the workers: about a tenth of a share where others compute. They must not slow down running requests."""
+_LOW_PRIORITY = 19
+"""Of the workers: they must not slow down running requests, which leave time between their steps."""
 _CLOCK_INTERVAL_S = 0.1
 _MAX_JOBS_PER_WORKER = 200
 _PR_SET_PDEATHSIG = 1

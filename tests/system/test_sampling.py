@@ -163,11 +163,12 @@ def test_preempted(llama_dir: Path, alone: dict[str, Any], asynchronous: bool) -
 @pytest.mark.parametrize(
     "options",
     [
+        pytest.param({}, id="one-worker"),
         pytest.param({"tensor_parallel_size": 2}, id="tp2"),
         pytest.param({"pipeline_parallel_size": 2, "max_num_batched_tokens": 32, "max_num_seqs": 16}, id="pp2-chunked"),
     ],
 )
-def test_parallel_layouts(llama_dir: Path, alone: dict[str, Any], options: dict[str, Any]) -> None:
+def test_layouts_of_worker_actors(llama_dir: Path, alone: dict[str, Any], options: dict[str, Any]) -> None:
     with LLM(str(llama_dir), **{**OPTIONS, **options}) as engine:
         check_mixed(engine, alone)
 
