@@ -240,8 +240,8 @@ class Chaos:
         pids = self.pids()
         if pids is None:
             return  # a recovery is under way; its end comes first
-        # The answer comes as soon as a recovery has ended. A kill at that very moment, time after time, is what a request
-        # looks like that kills the engine whenever it is computed, and which ends alone for it (scheduler.probation).
+        # The answer comes as soon as a recovery has ended. Kills at that very moment, time after time, look like a
+        # request that kills the engine whenever it is computed, which ends alone for it (scheduler.probation).
         time.sleep(self.rng.uniform(0.0, 2.0))
         self.events[kind] = self.events.get(kind, 0) + 1
         workers = [pid for name, pid in pids.items() if name.startswith("Worker")]
