@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +22,7 @@ from engine_actors.config import EngineConfig
 from engine_actors.core import YIELD_S, CoreInfo, EngineCore, OutputsByClient, PendingStep
 from engine_actors.core_recovery import WorkerRecovery
 from engine_actors.core_streams import Inbox, Outbox
+from engine_actors.core_utilities import UtilityCall
 from engine_actors.errors import EngineDeadError, EngineRecoveredError
 from engine_actors.messages import (
     AbortMessage,
@@ -104,10 +105,15 @@ class EngineCoreActor:
 
     # Methods that clients call
 
-    async def start(self) -> CoreInfo:
-        """Start the workers, load the model and begin to serve. Raises what went wrong; the actor is then of no use."""
+    async def start(self, calls: Sequence[UtilityCall] = ()) -> CoreInfo:
+        """Start the workers, load the model and begin to serve. Raises what went wrong; the actor is then of no use.
+
+        Args:
+            calls: Utilities that make it what an EngineCore before it was.
+        """
         self._loop, self._loop_thread = asyncio.get_running_loop(), threading.get_ident()
         self._core = await asyncio.to_thread(EngineCore, self._config)
+        await asyncio.to_thread(self._core.utilities.restore, calls)
         self._recovery = WorkerRecovery(self._core, self._config, self._changed.set)
         self._utilities = UtilityQueue(
             self._core.utilities,

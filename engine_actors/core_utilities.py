@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,8 @@ class OnWorkers:
     call: Callable[[], Any]
 
 
+UtilityCall = tuple[str, tuple[Any, ...]]
+"""Name and arguments."""
 UtilityFlow = Generator[Until | OnWorkers, Any, Any]
 
 
@@ -81,6 +84,19 @@ class CoreUtilities:
         if function is None:
             raise ValueError(f"unknown utility {name!r}; known are {', '.join(sorted(self._utilities))}")
         return function, inspect.isgeneratorfunction(function)
+
+    def restore(self, calls: Iterable[UtilityCall]) -> None:
+        """Call these one after another in an engine that has nothing to do yet, where none waits for steps. Blocks."""
+        for name, args in calls:
+            function, waits = self.find(name)
+            if not waits:
+                function(*args)
+                continue
+            flow = function(*args)
+            with suppress(StopIteration):
+                wait = next(flow)
+                while True:
+                    wait = flow.send(wait.call() if isinstance(wait, OnWorkers) else None)
 
     # Workers
 

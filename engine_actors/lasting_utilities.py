@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-UtilityCall = tuple[str, tuple[Any, ...]]
-"""Name and arguments."""
+from engine_actors.core_utilities import UtilityCall
 
 
 class LastingUtilities:
@@ -47,7 +46,7 @@ class LastingUtilities:
                 self._sleep_level = None
 
     def calls(self) -> list[UtilityCall]:
-        """What to call in a new EngineCore before it gets requests; those that it gets then are kept."""
+        """For the start of a new EngineCore (`CoreUtilities.restore`)."""
         calls: list[UtilityCall] = []
         if self._options:
             calls.append(("update_config", (dict(self._options),)))

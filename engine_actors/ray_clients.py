@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -15,14 +14,7 @@ from engine_actors.clients import PAUSED, EngineCoreClient, SyncCoreClient
 from engine_actors.config import EngineConfig
 from engine_actors.core_actor import HealthReport
 from engine_actors.errors import EngineDeadError, EnginePausedError, EngineRecoveredError
-from engine_actors.messages import (
-    AbortMessage,
-    AddMessage,
-    ClientMessage,
-    OutputBatch,
-    UtilityMessage,
-    UtilityOutput,
-)
+from engine_actors.messages import AbortMessage, AddMessage, ClientMessage, OutputBatch, UtilityMessage
 from engine_actors.off_loop import off_loop, off_loop_async
 from engine_actors.ray_core_link import SHUT_DOWN, SHUTDOWN_GRACE_S, CoreLink, ensure_ray
 from engine_actors.ray_recovery import CoreRecovery, note_worker_recoveries
@@ -30,8 +22,6 @@ from engine_actors.ray_utilities import utility_message, utility_value
 from engine_actors.replay import RecoveryStats
 from scheduler.output import EngineCoreOutputs, FinishedRequest
 from scheduler.request import EngineCoreRequest
-
-logger = logging.getLogger(__name__)
 
 IDLE_CHECK_S = 1.0
 """How often an AsyncRayClient without anything under way asks whether the engine still runs: no call is pending then
@@ -76,11 +66,6 @@ class _RayClientBase(EngineCoreClient):
         """One that this client called has succeeded."""
         if self._recovery is not None:
             self._recovery.lasting.note(name, args, kwargs)
-
-    def _lasting_messages(self) -> list[ClientMessage]:
-        """What makes a new EngineCore as the old one was: paused, asleep, with changed options."""
-        calls = self._recovery.lasting.calls() if self._recovery is not None else []
-        return [utility_message(next(self._call_ids), name, args, {}) for name, args in calls]
 
     def _check_report(self, report: HealthReport) -> None:
         if report.cause is not None:
@@ -152,12 +137,10 @@ class RayClient(_RayClientBase, SyncCoreClient):
                 self._recover(error)
                 raise EngineRecoveredError(f"{name}: {error}; the engine has recovered, call it again") from error
             for answer in batch.utilities:
-                if answer.call_id != call_id:
-                    _log_failure(answer)
-                    continue
-                value = utility_value(answer)
-                self._note_utility(name, args, kwargs)
-                return value
+                if answer.call_id == call_id:
+                    value = utility_value(answer)
+                    self._note_utility(name, args, kwargs)
+                    return value
 
     def check_health(self) -> None:
         self._check_final()
@@ -211,12 +194,10 @@ class RayClient(_RayClientBase, SyncCoreClient):
                 raise
             requests, ends = self._recovery.replay(dead)
             self._keep_ends(ends.finished if ends is not None else [])
-            messages = self._lasting_messages()
-            if requests:
-                messages.append(AddMessage(requests))
+            if not requests:
+                return
             try:
-                if messages:
-                    self.link.send(messages)
+                self.link.send([AddMessage(requests)])
                 return
             except EngineDeadError as again:
                 error = again
@@ -273,9 +254,7 @@ class AsyncRayClient(_RayClientBase):
                 continue
             for answer in batch.utilities:
                 waiting = self._answers.pop(answer.call_id, None)
-                if waiting is None:
-                    _log_failure(answer)
-                elif not waiting.done():
+                if waiting is not None and not waiting.done():
                     try:
                         waiting.set_result(utility_value(answer))
                     except Exception as error:
@@ -428,7 +407,6 @@ class AsyncRayClient(_RayClientBase):
         requests, ends = self._recovery.replay(dead)
         if ends is not None:
             self._ends += ends.finished
-        self._unsent = [*self._lasting_messages(), *self._unsent]
         if requests:
             self._unsent.append(AddMessage(requests))
         self._flush_soon()
@@ -438,12 +416,3 @@ class AsyncRayClient(_RayClientBase):
         for call_id, answer in self._answers.items():
             if not answer.done() and call_id not in unsent:
                 answer.set_exception(type(error)(str(error)))
-
-
-def _log_failure(answer: UtilityOutput) -> None:
-    """Of a utility that nobody waits for: its caller has given up, or it was called to restore an EngineCore."""
-    if answer.error is not None:
-        try:
-            utility_value(answer)
-        except Exception as error:
-            logger.warning("A utility that nobody waits for failed: %s: %s", type(error).__name__, error)

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import threading
 import weakref
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -22,6 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from engine_actors.config import EngineConfig
 from engine_actors.core import CoreInfo
 from engine_actors.core_actor import EngineCoreActor, HealthReport
+from engine_actors.core_utilities import UtilityCall
 from engine_actors.errors import EngineDeadError, EngineStartupError
 from engine_actors.messages import ClientMessage, OutputBatch, ShutdownMessage, decode_batch, encode_messages
 from engine_actors.ray_places import cluster_to_join
@@ -49,8 +51,11 @@ class CoreLink:
         may_replay: With `dead_error`: another EngineCore may be tried.
     """
 
-    def __init__(self, config: EngineConfig, client_index: int = 0) -> None:
+    def __init__(self, config: EngineConfig, client_index: int = 0, calls: Sequence[UtilityCall] = ()) -> None:
         """Starts the actor and waits until the engine is ready.
+
+        Args:
+            calls: Utilities that have been run when it is.
 
         Raises:
             EngineStartupError: With the root cause; nothing is left behind.
@@ -69,7 +74,7 @@ class CoreLink:
         self._has_placement_group = config.uses_ray_executor
         self._kill = weakref.finalize(self, _kill_actor, self.actor)
         try:
-            self.info = _start(self.actor, config)
+            self.info = _start(self.actor, config, calls)
             logger.info("The engine is ready. %s", self.info.capacity)
         except BaseException:
             self.close()
@@ -310,10 +315,10 @@ def _check_resources(options: dict[str, Any]) -> None:
             )
 
 
-def _start(actor: Any, config: EngineConfig) -> CoreInfo:
+def _start(actor: Any, config: EngineConfig, calls: Sequence[UtilityCall]) -> CoreInfo:
     timeout_s = config.parallel_config.startup_timeout_s + STARTUP_GRACE_S
     try:
-        info = ray.get(actor.start.remote(), timeout=timeout_s)
+        info = ray.get(actor.start.remote(calls), timeout=timeout_s)
         actor.stop_on_sigterm.remote()
         return info
     except RayTaskError as error:

@@ -65,7 +65,7 @@ class CoreRecovery:
 
     def _start_core(self, timeout_s: float) -> CoreLink:
         parallel_config = replace(self._config.parallel_config, startup_timeout_s=timeout_s)
-        return CoreLink(replace(self._config, parallel_config=parallel_config))
+        return CoreLink(replace(self._config, parallel_config=parallel_config), calls=self.lasting.calls())
 
     def replay(self, dead: CoreLink) -> tuple[list[EngineCoreRequest], EngineCoreOutputs | None]:
         """The new EngineCore is there. Returns what to send to it, and the ends it will not report, if any."""
