@@ -91,9 +91,9 @@ def _distributed_worker(rank: int, directory: str) -> None:
         shared_memory._map = lambda *_: None
     apart = ParallelState.initialize(rank=rank, tp_size=2, init_method=f"file://{root}/apart", timeout_s=240)
     assert apart.transport == "gloo"
-    assert not list(shared_memory.SHARED_DIR.iterdir())
     assert apart.all_reduce(torch.full((3,), rank + 1.0)).tolist() == [3.0] * 3
     assert apart.all_gather(torch.full((2,), rank)).tolist() == [0, 0, 1, 1]
+    assert not list(shared_memory.SHARED_DIR.iterdir())  # by now both ranks know that they share nothing
     apart.destroy()
 
     pipeline = ParallelState.initialize(rank=rank, pp_size=2, init_method=f"file://{root}/pp", timeout_s=240)
