@@ -79,11 +79,11 @@ def _distributed_worker(rank: int, directory: str) -> None:
     shared_memory.SHARED_DIR = root / "shared"
     tensor_parallel = ParallelState.initialize(rank=rank, tp_size=2, init_method=f"file://{root}/tp", timeout_s=240)
     assert tensor_parallel.transport == "shared memory"
-    assert not list(shared_memory.SHARED_DIR.iterdir())
     value = torch.full((3,), float(rank))
     assert tensor_parallel.broadcast(value.clone(), src_tp_rank=1).tolist() == [1.0] * 3
     for name, logits in expected.items():
         torch.testing.assert_close(paged_logits(root / name, tensor_parallel), logits, atol=1e-4, rtol=0)
+    assert not list(shared_memory.SHARED_DIR.iterdir())  # rank 0 removes the file after both have opened it
     tensor_parallel.destroy()
     tensor_parallel.destroy()
 
