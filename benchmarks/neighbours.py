@@ -1,12 +1,17 @@
 """What one bad request costs its neighbours: the gaps between the tokens of seven streams beside it.
 
-    python benchmarks/neighbours.py path/to/model [--only "huge regex" …] [--rounds 5]
+    python benchmarks/neighbours.py path/to/model [--only "huge regex" …] [--rounds 10] [--constant]
 
-Seven requests stream; beside them an eighth sends short requests, one after the other: plain ones, or bad ones of one
-kind, no two equal, each when the one before has been refused, has failed or has ended. The two take turns, round by
-round. Prints the seven streams' median and 99th percentile of gaps (median over the rounds) beside the plain requests
-and beside the bad ones, the ratios, and whether their tokens were always the same. The first grammar of an engine,
-which starts the compiler's process, comes before all rounds.
+Seven requests stream; when all of them are under way an eighth comes: a plain one, or a bad one of some kind, no two
+equal. Rounds with a plain one and with a bad one take turns. Compared are the gaps from then until the bad one has been
+refused, has failed or has ended, and a little longer; of the plain round beside it just as long a piece. With
+`--constant` the eighth stream is one such request after the other until the seven end.
+
+Prints for each kind how long the bad request lived, the median and the 99th percentile of the seven streams' gaps over
+all rounds beside plain and beside bad requests, the ratios, and what noise alone would do to a ratio: 99 of 100 times
+it stays below this where each pair of rounds is told apart by the toss of a coin. A ratio above that GROWS. One kind is
+another plain request, for which nothing should grow. Tokens must be the same in all rounds. Before all that it prints
+how long the engine's first grammar takes beside the streams, which starts the compiler's process, and their gaps then.
 """
 
 from __future__ import annotations
@@ -14,63 +19,58 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import logging
 import os
-import statistics
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
 
-from engine_actors import AsyncLLM, EngineDeadError, RequestOutputKind, SamplingParams
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from benchmarks.bad_requests import BAD, PLAIN, PROMPT, Send
+from engine_actors import AsyncLLM, RequestOutputKind, SamplingParams
 from engine_actors.fetch_model import fetch_model
 
 NUM_STREAMS = 7
+TOKENS_BEFORE = 10
+"""Of each stream, when the eighth request comes."""
+MIN_WINDOW_S, AFTERMATH_S = 0.25, 0.1
+"""Gaps are compared for at least so long, and for so long after the bad request's end."""
+LONG_ROUND_TOKENS = 400
+"""Of each stream beside the first grammar, which takes seconds."""
 PAUSE_S = 0.05
-"""Between the end of a bad request and the next."""
+"""With --constant, between the end of a request and the next."""
+NUM_TOSSES, NOISE_PERCENTILE = 2000, 99
 STREAM: dict[str, Any] = {
     "temperature": 0.8, "ignore_eos": True, "output_kind": RequestOutputKind.DELTA,
 }  # fmt: skip
 
-Bad = Callable[[int], dict[str, Any]]
-"""Sampling parameters of the i-th request of a kind."""
 
+@dataclass
+class Round:
+    """What was seen of the seven streams.
 
-def plain(index: int) -> dict[str, Any]:
-    return {"temperature": 0.8, "seed": index}
+    Attributes:
+        ends_s, gaps_s: When a token came, after the eighth request was sent, and the time since the one before.
+        life_s: From sending the eighth until its end, or the streams'.
+        num_sent: Eighth requests.
+        tokens: Of each stream.
+    """
 
+    ends_s: np.ndarray
+    gaps_s: np.ndarray
+    life_s: float
+    num_sent: int
+    tokens: list[list[int]]
 
-def form(**kinds: Any) -> dict[str, Any]:
-    return {"structured_outputs": kinds, "ignore_eos": False}
-
-
-def many(index: int, count: int) -> range:
-    """Token ids, others for each index."""
-    return range(100 + index, 100 + index + count)
-
-
-BAD: dict[str, Bad] = {
-    "wrong value": lambda i: {"logprobs": 1000 + i},
-    "malformed form": lambda i: form(regex=f"(a{i}"),
-    "exponential schema": lambda i: form(json={"allOf": [{"anyOf": [
-        {"type": "object", "properties": {f"p{i}_{option}": {"const": option}}} for option in range(12)
-    ]}] * 12}),
-    "exponential regex": lambda i: form(regex=f"(a|b)*a(a|b){{{40 + i}}}"),
-    "huge regex": lambda i: form(regex="|".join(f"{i}x{number}" for number in range(900))),
-    "nested repeats": lambda i: form(regex=f"((a{{1,{900 + i}}}){{1,900}}){{1,900}}"),
-    "ambiguous grammar": lambda i: form(grammar=f'root ::= p p p p "{i}"\np ::= ("a" | "aa" | p p)*'),
-    "wide grammar": lambda i: form(grammar="root ::= " + "r? " * 300 + f'"{i}"\nr ::= "a"+'),
-    "large arrays": lambda i: form(
-        json={"type": "array", "minItems": 5000 + i, "items": {"type": "string", "maxLength": 5000}}
-    ),
-    "many choices": lambda i: form(choice=[f"{i} or {number:06}" for number in range(5000)]),
-    "bias on 40,000 tokens": lambda i: {"logit_bias": dict.fromkeys(many(i, 40_000), 1.0)},
-    "40,000 allowed tokens": lambda i: {"allowed_token_ids": list(many(i, 40_000))},
-    "1,000 stop strings": lambda i: {"stop": [f"{i}-{number}" for number in range(1000)]},
-    "128 bad words": lambda i: {"bad_words_token_ids": [[t, t, t] for t in many(i, 128)]},
-    "no token left": lambda i: {"structured_outputs": {"regex": f"[a-c]+{i}"}, "allowed_token_ids": [100]},
-}  # fmt: skip
+    def gaps_within(self, window_s: float) -> np.ndarray:
+        """Gaps in the first `window_s`, the one under way at the end among them."""
+        return self.gaps_s[self.ends_s - self.gaps_s < window_s]
 
 
 class Stream:
@@ -78,81 +78,130 @@ class Stream:
 
     def __init__(self, engine: AsyncLLM, index: int, num_tokens: int) -> None:
         self.tokens: list[int] = []
-        self.gaps_s: list[float] = []
+        self.times_s: list[float] = []
+        self.under_way = asyncio.Event()
         params = SamplingParams(**STREAM, seed=index, max_tokens=num_tokens)
         self.task = asyncio.create_task(self._read(engine, [100 + index] * (20 + index), params))
 
     async def _read(self, engine: AsyncLLM, prompt: list[int], params: SamplingParams) -> None:
-        before_s = None
         async for output in engine.generate(prompt, params):
-            now_s = time.perf_counter()
-            if before_s is not None:
-                self.gaps_s.append(now_s - before_s)
-            before_s = now_s
+            self.times_s.append(time.perf_counter())
             self.tokens += output.outputs[0].token_ids
+            if len(self.times_s) == TOKENS_BEFORE:
+                self.under_way.set()
 
 
-async def send(engine: AsyncLLM, kind: Bad, numbers: Iterator[int]) -> None:
-    """One request after the other, for ever."""
-    while True:
-        params = {"seed": 0, "ignore_eos": True, "max_tokens": 20, **kind(next(numbers))}
-        try:
-            await engine.generate_all([[5, 6]], SamplingParams(**params))
-        except EngineDeadError:
-            raise
-        except (ValueError, RuntimeError):  # Refused, or failed alone.
-            pass
-        await asyncio.sleep(PAUSE_S)
-
-
-async def run_streams(
-    engine: AsyncLLM, num_tokens: int, kind: Bad, numbers: Iterator[int]
-) -> tuple[list[float], list[list[int]]]:
-    """Gaps and tokens of the seven."""
+async def run_round(engine: AsyncLLM, num_tokens: int, send: Send, numbers: Iterator[int], constant: bool) -> Round:
     streams = [Stream(engine, index, num_tokens) for index in range(NUM_STREAMS)]
-    eighth = asyncio.create_task(send(engine, kind, numbers))
+    for stream in streams:
+        await stream.under_way.wait()
+    sent_s = ended_s = time.perf_counter()
+    num_sent = 0
+
+    async def eighth() -> None:
+        nonlocal num_sent, ended_s
+        while True:
+            num_sent += 1
+            await send(engine, next(numbers))
+            ended_s = time.perf_counter()
+            if not constant:
+                return
+            await asyncio.sleep(PAUSE_S)
+
+    task = asyncio.create_task(eighth())
     await asyncio.gather(*(stream.task for stream in streams))
-    if not eighth.done():
-        eighth.cancel()
-    result = (await asyncio.gather(eighth, return_exceptions=True))[0]
+    if not task.done():
+        ended_s = time.perf_counter()
+        task.cancel()
+    result = (await asyncio.gather(task, return_exceptions=True))[0]
     if isinstance(result, Exception):
         raise result
-    return [gap for stream in streams for gap in stream.gaps_s], [stream.tokens for stream in streams]
+    ends_s = np.concatenate([stream.times_s[1:] for stream in streams]) - sent_s
+    gaps_s = np.concatenate([np.diff(stream.times_s) for stream in streams])
+    after = ends_s > 0
+    return Round(ends_s[after], gaps_s[after], ended_s - sent_s, num_sent, [stream.tokens for stream in streams])
 
 
-async def measure(engine: AsyncLLM, names: list[str], rounds: int, num_tokens: int) -> None:
+@dataclass(frozen=True)
+class Comparison:
+    """A percentile of gaps beside plain and beside bad requests, in milliseconds."""
+
+    plain_ms: float
+    bad_ms: float
+    noise: float
+
+    @property
+    def ratio(self) -> float:
+        return self.bad_ms / self.plain_ms
+
+    def __str__(self) -> str:
+        return f"{self.plain_ms:7.1f}{self.bad_ms:7.1f}{self.ratio:6.2f}x <{self.noise:5.2f}x"
+
+
+def compare(pairs: list[tuple[np.ndarray, np.ndarray]], percentile: float) -> Comparison:
+    """Gaps of (plain, bad) rounds; noise is the ratio that the same rounds reach with each pair in either order."""
+
+    def of(chosen: list[np.ndarray]) -> float:
+        return float(np.percentile(np.concatenate(chosen), percentile)) * 1e3
+
+    sides = np.random.default_rng(0).integers(0, 2, (NUM_TOSSES, len(pairs)))
+    ratios = [
+        of([pair[1 - side] for pair, side in zip(pairs, row, strict=True)])
+        / of([pair[side] for pair, side in zip(pairs, row, strict=True)])
+        for row in sides
+    ]
+    plain, bad = (of([pair[side] for pair in pairs]) for side in (0, 1))
+    return Comparison(plain, bad, float(np.percentile(ratios, NOISE_PERCENTILE)))
+
+
+async def send_grammar(engine: AsyncLLM, index: int) -> None:
+    params = SamplingParams(max_tokens=1, structured_outputs={"regex": f"[a-f]{{{index + 9}}}"})
+    await engine.generate_all([PROMPT], params)
+
+
+async def measure_first_grammar(engine: AsyncLLM, numbers: Iterator[int]) -> None:
+    """It happens once in an engine, so there is one round of each."""
+    print(f"{'beside':22}{'ms':>7}{'median gap ms':>15}{'longest gap ms':>16}")
+    for name, send in (("a plain request", PLAIN), ("the first grammar", send_grammar), ("the second", send_grammar)):
+        seen = await run_round(engine, LONG_ROUND_TOKENS, send, numbers, constant=False)
+        gaps_s = seen.gaps_within(max(MIN_WINDOW_S, seen.life_s + AFTERMATH_S))
+        print(f"{name:22}{seen.life_s * 1e3:7.0f}{np.median(gaps_s) * 1e3:15.1f}{np.max(gaps_s) * 1e3:16.1f}")
+
+
+async def measure(engine: AsyncLLM, names: list[str], num_rounds: int, num_tokens: int, constant: bool) -> None:
     numbers = itertools.count(1)
-    await run_streams(engine, num_tokens, plain, numbers)
-    # The process that compiles starts with the first grammar.
-    await engine.generate_all([[5, 6]], SamplingParams(max_tokens=5, structured_outputs={"regex": "a{9}"}))
-    print(f"{'beside':22} {'sent':>5}{'median ms':>18}{'p99 ms':>18}{'ratios':>15}")
+    await run_round(engine, num_tokens, PLAIN, numbers, constant)
+    await measure_first_grammar(engine, numbers)
+    columns = "plain    bad  ratio  noise"
+    print(f"{'one ' if not constant else ''}{'beside':22}"[:22] + f"{'sent':>5}{'life ms':>9}", end="")
+    print(f"    median {columns}    p99 {columns}")
     for name in names:
-        medians: tuple[list[float], list[float]] = ([], [])
-        tails: tuple[list[float], list[float]] = ([], [])
-        sent, is_same = 0, True
-        for _ in range(rounds):
-            tokens = []
-            for index, kind in enumerate((plain, BAD[name])):
-                first = next(numbers)
-                gaps_s, found = await run_streams(engine, num_tokens, kind, numbers)
-                sent += (next(numbers) - first - 1) * index
-                medians[index].append(statistics.median(gaps_s) * 1e3)
-                tails[index].append(statistics.quantiles(gaps_s, n=100)[98] * 1e3)
-                tokens.append(found)
-            is_same &= tokens[0] == tokens[1]
-        figures = [statistics.median(values) for values in (*medians, *tails)]
+        pairs: list[tuple[np.ndarray, np.ndarray]] = []
+        lives_s, num_sent, all_tokens = [], 0, []
+        for index in range(num_rounds):
+            # Either comes first as often as the other: the machine's speed drifts.
+            order = (PLAIN, BAD[name]) if index % 2 else (BAD[name], PLAIN)
+            rounds = [await run_round(engine, num_tokens, send, numbers, constant) for send in order]
+            plain, bad = rounds if index % 2 else rounds[::-1]
+            window_s = float("inf") if constant else max(MIN_WINDOW_S, bad.life_s + AFTERMATH_S)
+            pairs.append((plain.gaps_within(window_s), bad.gaps_within(window_s)))
+            lives_s.append(bad.life_s / bad.num_sent)
+            num_sent += bad.num_sent
+            all_tokens += [plain.tokens, bad.tokens]
+        compared = [compare(pairs, percentile) for percentile in (50, 99)]
+        grows = any(each.ratio > each.noise for each in compared)
+        is_same = all(tokens == all_tokens[0] for tokens in all_tokens)
         print(
-            f"{name:22} {sent:5}" + "".join(f"{value:9.1f}" for value in figures)
-            + f"{figures[1] / figures[0]:7.2f}x {figures[3] / figures[2]:5.2f}x  "
-            f"{'same tokens' if is_same else 'OTHER TOKENS'}",
+            f"{name:22}{num_sent:5}{float(np.median(lives_s)) * 1e3:9.0f}    {compared[0]}{compared[1]}  "
+            f"{'GROWS' if grows else 'within noise'}, {'same tokens' if is_same else 'OTHER TOKENS'}",
             flush=True,
         )  # fmt: skip
 
 
-async def run(options: dict[str, Any], names: list[str], rounds: int, num_tokens: int) -> None:
+async def run(options: dict[str, Any], *arguments: Any) -> None:
     engine = AsyncLLM(**options)
     try:
-        await measure(engine, names, rounds, num_tokens)
+        await measure(engine, *arguments)
     finally:
         await engine.shutdown_async()
 
@@ -160,16 +209,19 @@ async def run(options: dict[str, Any], names: list[str], rounds: int, num_tokens
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("model", nargs="?", type=Path, help="a model folder; SmolLM2 135M when left out")
-    parser.add_argument("--only", nargs="+", choices=BAD, default=list(BAD))
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=100)
+    parser.add_argument("--only", nargs="+", choices=BAD, default=list(BAD), metavar="KIND", help=", ".join(BAD))
+    parser.add_argument("--rounds", type=int, default=10, help="pairs of rounds; fewer than 7 can tell nothing")
+    parser.add_argument("--tokens", type=int, default=70, help="of each stream")
+    parser.add_argument("--constant", action="store_true", help="bad requests one after the other")
     args = parser.parse_args()
     options = {
         "model": str(args.model or fetch_model("smollm2-135m-instruct")), "max_model_len": 2048,
         "num_gpu_blocks_override": 1000,
     }  # fmt: skip
+    # The fault in the detokenizer is logged with its traceback.
+    logging.getLogger("engine_actors.output_processor").setLevel(logging.CRITICAL)
     ray.init(num_cpus=os.cpu_count(), include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    asyncio.run(run(options, args.only, args.rounds, args.tokens))
+    asyncio.run(run(options, args.only, args.rounds, args.tokens, args.constant))
 
 
 if __name__ == "__main__":
