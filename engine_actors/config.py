@@ -174,7 +174,7 @@ _OWN_FIELDS: dict[str, Any] = {
 
 def option_names() -> list[str]:
     """Every keyword `EngineConfig.from_kwargs` takes, besides `model`."""
-    names = {field.name for config in _CONFIGS for field in fields(config)} - {"model", "resolved"}
+    names = {field.name for config in _CONFIGS for field in fields(config)} - {"model", "resolved", "facts"}
     return sorted(names | set(_OWN_FIELDS) | set(ALIASES))
 
 

@@ -17,6 +17,19 @@ PLACEMENT_STRATEGIES = ("PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD")
 
 
 @dataclass(frozen=True)
+class ModelFacts:
+    """What EngineCore needs to know of a model's files, whose reader needs torch.
+
+    Attributes:
+        model_dir: Local directory.
+        vocab_size: Tokens the model has logits for.
+    """
+
+    model_dir: str
+    vocab_size: int
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Which model, and how it is loaded and computed.
 
@@ -34,6 +47,7 @@ class ModelConfig:
             worker that samples imports and runs, in this order.
         resolved: No option: what `executors.model_config.with_resolution` has read for CPU workers, as bytes that need
             neither torch nor transformers to be passed on. None: each worker reads the model's config files.
+        facts: No option: set with `resolved`.
     """
 
     model: str
@@ -50,6 +64,7 @@ class ModelConfig:
     hf_overrides: dict[str, Any] = field(default_factory=dict)
     logits_processors: list[str] = field(default_factory=list)
     resolved: bytes | None = field(default=None, repr=False, compare=False)
+    facts: ModelFacts | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:

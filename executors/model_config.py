@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from executors.config import ModelConfig
+from executors.config import ModelConfig, ModelFacts
 from executors.layers.partition import legal_tensor_parallel_sizes
 from executors.models.registry import describe_model, supported_architectures
 from executors.models.spec import DecoderSpec
@@ -112,8 +112,13 @@ def resolve_model_config(config: ModelConfig, device: str = "cpu") -> ResolvedMo
 
 
 def with_resolution(resolved: ResolvedModelConfig) -> ModelConfig:
-    """The ModelConfig it came from, with `resolved` set: workers and EngineCore are spared seconds of imports."""
-    return replace(resolved.model_config, resolved=pickle.dumps(replace(resolved, hf_config=None)))
+    """The ModelConfig it came from, with `resolved` and `facts` set: workers and EngineCore are spared seconds of
+    imports."""
+    return replace(
+        resolved.model_config,
+        resolved=pickle.dumps(replace(resolved, hf_config=None)),
+        facts=ModelFacts(str(resolved.model_dir), resolved.vocab_size),
+    )
 
 
 def resolve_on_worker(config: ModelConfig, device: str) -> ResolvedModelConfig:

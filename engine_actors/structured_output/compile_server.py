@@ -16,6 +16,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -36,8 +37,6 @@ from engine_actors.structured_output.compile_messages import (
 )
 
 _READ_BYTES = 1 << 20
-_LOW_PRIORITY = 19
-"""Of the workers: they must not slow down running requests, which leave time between their steps."""
 _CLOCK_INTERVAL_S = 0.1
 _MAX_JOBS_PER_WORKER = 200
 _PR_SET_PDEATHSIG = 1
@@ -140,7 +139,7 @@ class Server:
         """Never returns. The other workers' connections are closed, so that they end with the server."""
         try:
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            os.setpriority(os.PRIO_PROCESS, 0, _LOW_PRIORITY)
+            run_when_idle()
             self._selector.close()
             for worker in self._workers:
                 worker.connection.close()
@@ -208,6 +207,14 @@ def _cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def run_when_idle() -> None:
+    """From now on this thread runs only when nothing else wants a processor: requests leave time between their steps.
+
+    Unlike a low priority this lets a thread that wakes up take this one's processor as if that were idle.
+    """
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+
+
 def load_vocabulary(start: Start) -> Any:
     """xgrammar's TokenizerInfo.
 
@@ -245,7 +252,9 @@ def main() -> None:
         return
     start = msgspec.msgpack.decode(body, type=Start)
     try:
-        tokenizer_info = load_vocabulary(start)
+        # The thread has ended when workers are forked; this one must answer at once whatever the machine does.
+        with ThreadPoolExecutor(1, initializer=run_when_idle) as loader:
+            tokenizer_info = loader.submit(load_vocabulary, start).result()
     except Exception as error:  # transformers and xgrammar raise many types
         send(encode(NotStarted(f"structured output is not available: {error}")))
         return

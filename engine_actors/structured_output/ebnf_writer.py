@@ -8,6 +8,8 @@ are taken apart until their pieces are small or repeated sets. (Measured with xg
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from engine_actors.structured_output import charset
 from engine_actors.structured_output.automaton import State, determinise
 from engine_actors.structured_output.charset import Ranges
@@ -68,6 +70,10 @@ class GrammarWriter:
         return known
 
     def _regex(self, node: Regex, lookahead: str) -> str:
+        if isinstance(node, Seq) and node.items and all(isinstance(item, Chars) for item in node.items):
+            # As its automaton would be written, a single chain.
+            self._count_work(len(node.items))
+            return self.add_rule("re", _chain_text(_ranges_of(node.items)), lookahead)
         weight = _weight(node)
         if weight <= _MAX_WEIGHT and not _holds_wide_repeat(node):
             states = determinise(node, _MAX_STATES)
@@ -105,7 +111,7 @@ class GrammarWriter:
                 result.append(self._taken_apart(run[0]))
             elif all(isinstance(item, Chars) for item in run):
                 # In this rule too: xgrammar has fast masks for a repeated set before a string it cannot run into.
-                result.append(_chain_text([item.ranges for item in run if isinstance(item, Chars)]))
+                result.append(_chain_text(_ranges_of(run)))
             else:
                 result.append(self.regex(seq(*run)))
             start = end
@@ -198,6 +204,11 @@ def _chain_text(chain: list[Ranges]) -> str:
     if text:
         parts.append(quote(text))
     return " ".join(parts)
+
+
+def _ranges_of(items: Iterable[Regex]) -> list[Ranges]:
+    """Of items that are all `Chars`."""
+    return [item.ranges for item in items if isinstance(item, Chars)]
 
 
 def _is_passage(state: State) -> bool:

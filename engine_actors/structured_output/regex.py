@@ -7,7 +7,7 @@ from the tree satisfies `re` and ECMA-262 alike: \\d \\w \\s are ASCII, `.` excl
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from engine_actors.structured_output import charset
 from engine_actors.structured_output.charset import Ranges
@@ -20,7 +20,7 @@ def _hash_once(node: Regex) -> int:
     """Trees are looked up in dictionaries again and again; hashing one takes as long as it is large."""
     known = node.__dict__.get("_hash")
     if known is None:
-        known = hash((type(node), *(getattr(node, field.name) for field in fields(node))))
+        known = hash((type(node), *node.__dict__.values()))
         object.__setattr__(node, "_hash", known)
     return int(known)
 

@@ -8,7 +8,7 @@ from typing import Any
 from engine_actors.config import EngineConfig
 from engine_actors.structured_output.manager import StructuredOutputManager
 from engine_actors.structured_output.xgrammar_backend import XGrammarBackend
-from executors.model_config import find_model_dir, resolve_model_config
+from executors.config import ModelConfig, ModelFacts
 
 
 def make_manager(
@@ -26,10 +26,19 @@ def make_manager(
     if config.skip_tokenizer_init:
         raise ValueError("structured_outputs need a tokenizer, but skip_tokenizer_init is set")
     model = config.model_config
+    facts = model.facts or _read_facts(model)
     backend = XGrammarBackend(
-        model.tokenizer or str(find_model_dir(model.model, model.revision)),
-        resolve_model_config(model).vocab_size,
+        model.tokenizer or facts.model_dir,
+        facts.vocab_size,
         eos_token_ids,
         trust_remote_code=model.trust_remote_code,
     )
     return StructuredOutputManager(backend, max_num_rows=config.scheduler_config.max_num_seqs, on_change=on_change)
+
+
+def _read_facts(model: ModelConfig) -> ModelFacts:
+    """For a config that no front end has resolved. Imports torch: seconds, in which an EngineCore runs no steps."""
+    from executors.model_config import resolve_model_config
+
+    resolved = resolve_model_config(model)
+    return ModelFacts(str(resolved.model_dir), resolved.vocab_size)

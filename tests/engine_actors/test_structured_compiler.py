@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import select
 import signal
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine_actors.config import EngineConfig
 from engine_actors.structured_output.compile_messages import CompileLimits
 from engine_actors.structured_output.compiler import CompilerDiedError
 from engine_actors.structured_output.xgrammar_backend import XGrammarBackend
@@ -210,7 +212,7 @@ def stopped_worker(backend: XGrammarBackend, regex: str) -> tuple[int, Future[An
 
 def test_compilations_give_way_to_running_requests(backend: XGrammarBackend) -> None:
     compile_(backend, regex="a").result(WAIT_S)
-    assert all(os.getpriority(os.PRIO_PROCESS, pid) >= 10 for pid in workers_of(backend))
+    assert all(os.sched_getscheduler(pid) == os.SCHED_IDLE for pid in workers_of(backend))
 
 
 def test_a_compilation_that_is_stuck_is_ended_by_the_clock(backend: XGrammarBackend) -> None:
@@ -325,3 +327,17 @@ def test_grammars_need_no_torch_and_leave_it_to_be_imported() -> None:
         "assert native.accept_token(native.new_matcher(grammar), 0) and torch.ones(2).sum() == 2\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=WAIT_S)
+
+
+def test_the_first_grammar_of_an_engine_core_loads_no_torch(random_llama_dir: Path) -> None:
+    """Its streams would stand still for the seconds that takes."""
+    script = (
+        "import pickle, sys\n"
+        "config = pickle.loads(sys.stdin.buffer.read())\n"
+        "from engine_actors.structured_output.setup import make_manager\n"
+        "make_manager(config, [1], lambda: None).close()\n"
+        "print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    config = pickle.dumps(EngineConfig.from_kwargs(str(random_llama_dir)))
+    done = subprocess.run([sys.executable, "-c", script], input=config, capture_output=True, check=True, timeout=WAIT_S)
+    assert done.stdout.decode().strip() == "[]"
