@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from engine_actors.output_processor import OutputProcessor
 from engine_actors.outputs import RequestOutput
 from engine_actors.ray_places import place_of_worker
 from engine_actors.replay import RecoveryStats
+from engine_actors.request_stream import RequestStream
 from engine_actors.utilities import AsyncUtilities
 from scheduler.output import SchedulerStats
 from scheduler.sampling_params import RequestOutputKind, SamplingParams
@@ -30,55 +31,6 @@ THREAD_TOKENISE_CHARS = 20_000
 """Longer texts are tokenised in a thread, so that the event loop goes on."""
 OUTPUTS_PER_TURN = 256
 """Requests whose outputs are processed before other tasks get a turn."""
-
-
-class RequestStream:
-    """The outputs of one request, as they come. Those nobody has read yet are merged: a slow reader costs no memory.
-
-    An async iterator that ends after the finished output. Raises the request's error, and EngineDeadError.
-    """
-
-    def __init__(self, request: ProcessedRequest) -> None:
-        self.request_id = request.parent.request_id
-        self._kind = request.parent.params.output_kind
-        self._unread: RequestOutput | None = None
-        self._changed = asyncio.Event()
-        self._finished = False
-        self._error: Exception | None = None
-        request.parent.sink = self._put
-
-    def __aiter__(self) -> AsyncIterator[RequestOutput]:
-        return self
-
-    async def __anext__(self) -> RequestOutput:
-        while self._unread is None:
-            if self._error is not None:
-                raise self._error
-            if self._finished:
-                raise StopAsyncIteration
-            self._changed.clear()
-            await self._changed.wait()
-        output, self._unread = self._unread, None
-        if output.error is not None:
-            self._error = output.error
-            raise output.error
-        return output
-
-    @property
-    def finished(self) -> bool:
-        return self._finished
-
-    def fail(self, error: Exception) -> None:
-        self._error, self._finished = error, True
-        self._changed.set()
-
-    def _put(self, output: RequestOutput) -> None:
-        if self._unread is None:
-            self._unread = output
-        else:
-            self._unread.merge(output, self._kind)
-        self._finished = output.finished
-        self._changed.set()
 
 
 class AsyncLLM(AsyncUtilities):
@@ -107,6 +59,9 @@ class AsyncLLM(AsyncUtilities):
         engine._start(config)
         return engine
 
+    from_engine_args = from_config
+    """vLLM's name of `from_config`."""
+
     def _start(self, config: EngineConfig) -> None:
         self.config = config
         self.tokenizer = load_tokenizer(config)
@@ -121,6 +76,7 @@ class AsyncLLM(AsyncUtilities):
         self.output_processor = OutputProcessor(self.tokenizer)
         self._streams: dict[str, RequestStream] = {}
         self._stats_listeners: list[Callable[[SchedulerStats], None]] = []
+        self._drained: asyncio.Event | None = None
         self._ids = itertools.count()
         self._output_task: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -251,11 +207,36 @@ class AsyncLLM(AsyncUtilities):
             return
         children = self.output_processor.take_children([stream.request_id])
         self.output_processor.forget([stream.request_id])
+        self._note_if_drained()
         if children and self.client.dead_error is None:
             try:
                 self.client.abort_requests(children)
             except EngineDeadError:
                 logger.debug("Request %s was dropped after the engine's end", stream.request_id)
+
+    async def wait_for_requests_to_drain(self, drain_timeout: float = 300.0) -> None:
+        """Return when no request of this front end is unfinished. Others may be added meanwhile, and are waited for.
+
+        Raises:
+            TimeoutError: Some are still unfinished after `drain_timeout` seconds.
+            EngineDeadError: The engine has failed, now or before.
+        """
+        try:
+            async with asyncio.timeout(drain_timeout):
+                while self.output_processor.num_unfinished:
+                    self._drained = self._drained or asyncio.Event()
+                    await self._drained.wait()
+        except TimeoutError:
+            raise TimeoutError(
+                f"{self.output_processor.num_unfinished} requests are unfinished after {drain_timeout:g} s"
+            ) from None
+        if self.dead_error is not None:
+            raise EngineDeadError(str(self.dead_error)) from self.dead_error.__cause__
+
+    def _note_if_drained(self) -> None:
+        if self._drained is not None and not self.output_processor.num_unfinished:
+            self._drained.set()
+            self._drained = None
 
     # The engine
 
@@ -273,6 +254,10 @@ class AsyncLLM(AsyncUtilities):
         return self.client.dead_error is None
 
     @property
+    def is_stopped(self) -> bool:
+        return self.client.dead_error is not None
+
+    @property
     def recovery_stats(self) -> RecoveryStats:
         """What recoveries cost so far, and whether one is under way. All zero without `recovery="replay"`."""
         return self.client.recovery_stats
@@ -283,6 +268,9 @@ class AsyncLLM(AsyncUtilities):
 
     def get_tokenizer(self) -> Any:
         return self.tokenizer
+
+    async def get_supported_tasks(self) -> tuple[str, ...]:
+        return ("generate",)
 
     def get_default_sampling_params(self) -> SamplingParams:
         return self.input_processor.default_sampling_params()
@@ -367,6 +355,7 @@ class AsyncLLM(AsyncUtilities):
                     processed = self.output_processor.process(outputs)
                     if processed.aborts:
                         self.client.abort_requests(processed.aborts)
+                    self._note_if_drained()
                     if len(outputs.request_ids) > OUTPUTS_PER_TURN:
                         await asyncio.sleep(0)
         except EngineDeadError as error:
@@ -388,6 +377,7 @@ class AsyncLLM(AsyncUtilities):
     def _fail_streams(self, error: EngineDeadError) -> None:
         streams, self._streams = list(self._streams.values()), {}
         self.output_processor.forget([stream.request_id for stream in streams])
+        self._note_if_drained()
         for stream in streams:
             if not stream.finished:
                 failure = EngineDeadError(str(error))

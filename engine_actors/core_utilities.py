@@ -12,6 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from engine_actors.errors import QueueFullError
+from scheduler import errors as scheduler_errors
 from scheduler.pause import PauseMode
 
 if TYPE_CHECKING:
@@ -61,6 +63,7 @@ class CoreUtilities:
         self._falls_asleep = False
         self._paused = False
         self._utilities: dict[str, Callable[..., Any]] = {
+            "check_admission": self.check_admission,
             "collective_rpc": self.collective_rpc,
             "execute_dummy_batch": self.execute_dummy_batch,
             "is_paused": self.is_paused,
@@ -68,6 +71,7 @@ class CoreUtilities:
             "pause": self.pause,
             "profile": self.profile,
             "reset_prefix_cache": core.scheduler.reset_prefix_cache,
+            "reset_running_requests": self.reset_running_requests,
             "resume": self.resume,
             "sleep": self.sleep,
             "update_config": self.update_config,
@@ -98,6 +102,37 @@ class CoreUtilities:
                 while True:
                     wait = flow.send(wait.call() if isinstance(wait, OnWorkers) else None)
 
+    # Requests
+
+    def check_admission(self, num_requests: int = 1) -> None:
+        """
+        Raises:
+            QueueFullError: So many more requests would not be queued now.
+        """
+        if not isinstance(num_requests, int) or isinstance(num_requests, bool) or num_requests < 1:
+            raise ValueError(f"num_requests must be an integer, at least 1; got {num_requests!r}")
+        try:
+            self._core.scheduler.check_admission(num_requests)
+        except scheduler_errors.QueueFullError as error:
+            raise QueueFullError(str(error)) from None
+
+    def reset_running_requests(self) -> UtilityFlow:
+        """Forget all KV: that of running requests, which is computed anew, and cached prefixes."""
+        scheduler = self._core.scheduler
+        was_paused = scheduler.is_paused
+        while True:
+            if not scheduler.is_paused:
+                scheduler.pause(PauseMode.KEEP)
+            yield Until(lambda: not scheduler.has_steps_in_flight or not scheduler.is_paused)
+            if not scheduler.has_steps_in_flight:
+                break
+            was_paused = False  # Somebody resumed it meanwhile.
+        scheduler.preempt_all()
+        is_reset = scheduler.reset_prefix_cache()
+        if not was_paused and not self._paused and not self._asleep:
+            scheduler.resume()
+        return is_reset
+
     # Workers
 
     def collective_rpc(
@@ -114,10 +149,10 @@ class CoreUtilities:
         """One forward pass on a token of nobody, on every worker."""
         yield from self.collective_rpc("execute_dummy_batch")
 
-    def profile(self, start: bool, prefix: str | None = None) -> UtilityFlow:
-        """Start recording, or stop it; stopping returns the traces' paths by rank."""
+    def profile(self, start: bool, *options: Any) -> UtilityFlow:
+        """Start recording (see `WorkerProfiler.start`), or stop it; stopping returns the traces' paths by rank."""
         if start:
-            return (yield from self.collective_rpc("start_profile", None, (prefix,)))
+            return (yield from self.collective_rpc("start_profile", None, options))
         return (yield from self.collective_rpc("stop_profile"))
 
     # Pauses

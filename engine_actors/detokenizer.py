@@ -8,6 +8,7 @@ handles both for about 1 µs more per token.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -171,24 +172,30 @@ class StopStrings:
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self.stops = tuple(stops)
-        self._longest = max(map(len, stops))
+        self._stops = frozenset(stops)
+        self._in_order = sorted(self._stops)
+        self._lengths = sorted({len(stop) for stop in stops}, reverse=True)
+        self._first_chars = {stop[0] for stop in stops}
 
     def find(self, text: str, start: int) -> tuple[int, str] | None:
         """(position, stop) of the first occurrence that ends after `text[:start]`."""
-        best: tuple[int, int, str] | None = None
-        for stop in self.stops:
-            position = text.find(stop, max(0, start + 1 - len(stop)))
-            if position >= 0:
-                candidate = (position + len(stop), position, stop)
-                best = candidate if best is None else min(best, candidate)
-        return None if best is None else (best[1], best[2])
+        # A few characters are new at a time, and stop strings may be many.
+        for end in range(start + 1, len(text) + 1):
+            for length in self._lengths:
+                if length <= end and text[end - length : end] in self._stops:
+                    return end - length, text[end - length : end]
+        return None
 
     def num_held(self, text: str) -> int:
         """Length of the longest end of `text` that could be the beginning of a stop string."""
-        for size in range(min(self._longest - 1, len(text)), 0, -1):
+        stops = self._in_order
+        for size in range(min(self._lengths[0] - 1, len(text)), 0, -1):
+            if text[-size] not in self._first_chars:
+                continue
             tail = text[-size:]
-            if any(len(stop) > size and stop.startswith(tail) for stop in self.stops):
+            # Of the strings after `tail` in order, those that begin with it come first.
+            after = bisect.bisect_right(stops, tail)
+            if after < len(stops) and stops[after].startswith(tail):
                 return size
         return 0
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from engine_actors.chat_rendering import render_chat
 from engine_actors.config import EngineConfig
 from engine_actors.errors import InvalidRequestError
 from engine_actors.output_processor import ParentRequest
@@ -104,11 +105,13 @@ class InputProcessor:
         *,
         add_special_tokens: bool = True,
         limit_logprobs: bool = True,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[ProcessedRequest]:
         """Several requests; raises for the first wrong one and then none is made. Texts are tokenised together.
 
         Args:
             limit_logprobs: EngineConfig.max_logprobs holds for them.
+            tokenization_kwargs: More arguments for the tokenizer's call.
         """
         arrival_s = time.time()
         for request_id in request_ids:
@@ -118,7 +121,7 @@ class InputProcessor:
                 )
         parsed = [self._parse_prompt(prompt) for prompt in prompts]
         checked = [self._check_params(p, limit_logprobs) for p in params]
-        self._tokenize([p for p in parsed if p.token_ids is None], add_special_tokens)
+        self._tokenize([p for p in parsed if p.token_ids is None], add_special_tokens, tokenization_kwargs or {})
         rows = zip(request_ids, parsed, checked, priorities, strict=True)
         return [self._make(request_id, p, sp, priority, arrival_s) for request_id, p, sp, priority in rows]
 
@@ -126,43 +129,9 @@ class InputProcessor:
         """Whether checking these parameters takes no time worth a thread. The same form is quick the second time."""
         return all(not isinstance(each, SamplingParams) or self._checker.is_quick(each) for each in params)
 
-    def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        chat_template: str | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: list[dict[str, Any]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> str:
-        """A conversation as prompt text, by the model's chat template. Special tokens are in the text already."""
-        tokenizer = self.tokenizer
-        if tokenizer is None:
-            raise InvalidRequestError("messages need a tokenizer, but skip_tokenizer_init is set", "messages")
-        if chat_template is None and not getattr(tokenizer, "chat_template", None):
-            raise InvalidRequestError(
-                "the model's tokenizer has no chat template; pass chat_template, or a prompt to generate", "messages"
-            )
-        if add_generation_prompt and continue_final_message:
-            raise InvalidRequestError(
-                "add_generation_prompt and continue_final_message cannot both be true", "continue_final_message"
-            )
-        conversation = [_check_message(message, index) for index, message in enumerate(_check_messages(messages))]
-        try:
-            return str(
-                tokenizer.apply_chat_template(
-                    conversation,
-                    tools=tools,
-                    chat_template=chat_template,
-                    add_generation_prompt=add_generation_prompt,
-                    continue_final_message=continue_final_message,
-                    tokenize=False,
-                    **(chat_template_kwargs or {}),
-                )
-            )
-        except Exception as error:  # Jinja raises many types, and templates raise their own
-            raise InvalidRequestError(f"the chat template refused the messages: {error}", "messages") from error
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """A conversation as prompt text; see `chat_rendering.render_chat`."""
+        return render_chat(self.tokenizer, messages, **options)
 
     # Prompts
 
@@ -197,7 +166,7 @@ class InputProcessor:
             )
         return _Prompt(text, None if ids is None else _check_id_types(ids), salt)
 
-    def _tokenize(self, prompts: list[_Prompt], add_special_tokens: bool) -> None:
+    def _tokenize(self, prompts: list[_Prompt], add_special_tokens: bool, options: Mapping[str, Any]) -> None:
         if not prompts:
             return
         if self.tokenizer is None:
@@ -205,12 +174,26 @@ class InputProcessor:
         for prompt in prompts:
             if not prompt.text:
                 raise InvalidRequestError("prompt is empty; at least one token is needed", "prompt")
-            self._check_length(prompt.text)
+            if not options.get("truncation"):
+                self._check_length(prompt.text)
         texts = [prompt.text for prompt in prompts]
-        encoded = self.tokenizer(
-            texts, add_special_tokens=add_special_tokens, return_attention_mask=False, verbose=False
-        )
-        for prompt, ids in zip(prompts, encoded["input_ids"], strict=True):
+        call: dict[str, Any] = {
+            "add_special_tokens": add_special_tokens, "return_attention_mask": False, "verbose": False, **options
+        }  # fmt: skip
+        if not options:
+            rows = self.tokenizer(texts, **call)["input_ids"]
+        else:
+            try:
+                rows = [_check_id_types(ids) for ids in self.tokenizer(texts, **call)["input_ids"]]
+                if len(rows) != len(texts):
+                    raise ValueError(f"{len(rows)} lists of tokens for {len(texts)} texts")
+            except Exception as error:  # transformers raises many types
+                raise InvalidRequestError(
+                    f"tokenization_kwargs must be arguments that the tokenizer takes, got {shown(dict(options))}: "
+                    f"{error}",
+                    "tokenization_kwargs",
+                ) from error
+        for prompt, ids in zip(prompts, rows, strict=True):
             prompt.token_ids = ids
 
     def _check_length(self, text: str) -> None:
@@ -275,9 +258,8 @@ class InputProcessor:
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         seed = params.seed if params.seed is not None else _as_seed(_mix(self._seed, number))
         serial = f"{request_id}{self._suffix}{number:x}"
-        first = copy.copy(params)  # Not checked again, unlike a clone: lists and biases may be long, and n large.
+        first = params.for_engine()
         first.n = 1
-        first.bad_words = []  # Their tokens are enough.
         first.seed = seed
         first.max_tokens = max_tokens
         first.min_tokens = min(params.min_tokens, max_tokens)
@@ -342,36 +324,6 @@ def _check_id_types(ids: Any) -> list[int]:
         if kind is bool or not hasattr(kind, "__index__"):
             raise InvalidRequestError(f"a prompt's token ids must be integers, got {kind.__name__}", "prompt")
     return [value.__index__() for value in values]
-
-
-def _check_messages(messages: Any) -> Sequence[Any]:
-    if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
-        raise InvalidRequestError(f"messages must be a non-empty list of messages, got {messages!r}", "messages")
-    return messages
-
-
-def _check_message(message: Any, index: int) -> dict[str, Any]:
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise InvalidRequestError(
-            f'messages[{index}] must be a dictionary with a "role" and a "content", got {message!r}', "messages"
-        )
-    content = message.get("content")
-    if content is None or isinstance(content, str):
-        return {**message, "content": content or ""}
-    if not isinstance(content, Sequence):
-        raise InvalidRequestError(
-            f"messages[{index}].content must be a string or a list of text parts, got {type(content).__name__}",
-            "messages",
-        )
-    texts = []
-    for part in content:
-        text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
-        if not isinstance(text, str):
-            raise InvalidRequestError(
-                f'messages[{index}].content may hold {{"type": "text", "text": ...}} only, got {part!r}', "messages"
-            )
-        texts.append(text)
-    return {**message, "content": "\n".join(texts)}
 
 
 def _generation_config(resolved: ResolvedModelConfig) -> dict[str, Any]:

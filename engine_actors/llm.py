@@ -17,8 +17,10 @@ from engine_actors.config import EngineConfig
 from engine_actors.errors import InvalidRequestError, QueueFullError
 from engine_actors.input_processor import ProcessedRequest, PromptType
 from engine_actors.llm_engine import LLMEngine
+from engine_actors.metric_snapshots import Metric, snapshots
 from engine_actors.outputs import RequestOutput
 from engine_actors.utilities import SyncUtilities
+from executors.config import ModelConfig
 from scheduler.sampling_params import RequestOutputKind, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -45,6 +47,7 @@ class LLM(SyncUtilities):
     def __init__(self, model: str, **kwargs: Any) -> None:
         self.llm_engine = LLMEngine(EngineConfig.from_kwargs(model, **kwargs))
         self._ids = itertools.count()
+        self._enqueued: list[ProcessedRequest] = []
 
     def generate(
         self,
@@ -53,6 +56,7 @@ class LLM(SyncUtilities):
         *,
         use_tqdm: bool = True,
         priority: int | Sequence[int] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts; all of them are checked before any is queued.
 
@@ -60,6 +64,8 @@ class LLM(SyncUtilities):
             prompts: One prompt or a list: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}.
             sampling_params: For all, or one for each prompt; None takes the model's defaults.
             priority: For all, or one for each; lower first, under the "priority" policy.
+            tokenization_kwargs: More arguments for the tokenizer's call on texts, e.g. {"add_special_tokens": False}
+                or {"truncation": True, "max_length": 100}.
 
         Returns:
             One finished output for each prompt, in their order. One that failed inside the engine has finish_reason
@@ -71,7 +77,8 @@ class LLM(SyncUtilities):
             EnginePausedError: The engine is paused or asleep.
         """
         batch = as_prompt_list(prompts)
-        return self._run(batch, sampling_params, priority, use_tqdm, add_special_tokens=True)
+        requests = self._process(batch, sampling_params, priority, tokenization_kwargs=tokenization_kwargs)
+        return self._complete(requests, use_tqdm)
 
     def chat(
         self,
@@ -81,24 +88,69 @@ class LLM(SyncUtilities):
         use_tqdm: bool = True,
         priority: int | Sequence[int] | None = None,
         chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or a list of them, through the model's chat template. Otherwise as `generate`."""
-        texts = [
-            self.llm_engine.input_processor.render_chat(
-                conversation,
-                chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tools=tools,
-                chat_template_kwargs=chat_template_kwargs,
-            )
-            for conversation in as_conversation_list(messages)
-        ]
-        return self._run(texts, sampling_params, priority, use_tqdm, add_special_tokens=False)
+        """Answer one conversation or a list of them, through the model's chat template. Otherwise as `generate`.
+
+        Args:
+            chat_template_content_format: What the template finds as a message's content: "string" (and "auto") its
+                text, "openai" a list of text parts.
+        """
+        texts = self._render(
+            messages,
+            chat_template=chat_template,
+            content_format=chat_template_content_format,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        requests = self._process(
+            texts, sampling_params, priority, add_special_tokens=False, tokenization_kwargs=tokenization_kwargs
+        )
+        return self._complete(requests, use_tqdm)
+
+    def enqueue(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int | Sequence[int] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[str]:
+        """Check and tokenise prompts as `generate` does, for `wait_for_completion` to run. Their request ids."""
+        batch = as_prompt_list(prompts)
+        return self._enqueue(self._process(batch, sampling_params, priority, tokenization_kwargs=tokenization_kwargs))
+
+    def enqueue_chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int | Sequence[int] | None = None,
+        **template_options: Any,
+    ) -> list[str]:
+        """Same, of conversations; `template_options` as for `InputProcessor.render_chat`."""
+        texts = self._render(messages, **template_options)
+        return self._enqueue(self._process(texts, sampling_params, priority, add_special_tokens=False))
+
+    def wait_for_completion(self, *, use_tqdm: bool = True) -> list[RequestOutput]:
+        """Run everything enqueued; one finished output for each, in the order of enqueuing. Raises as `generate`."""
+        requests, self._enqueued = self._enqueued, []
+        return self._complete(requests, use_tqdm)
+
+    def _enqueue(self, requests: Sequence[ProcessedRequest]) -> list[str]:
+        self._enqueued += requests
+        return [request.parent.request_id for request in requests]
+
+    def _render(self, messages: Any, **options: Any) -> list[str]:
+        render = self.llm_engine.input_processor.render_chat
+        return [render(conversation, **options) for conversation in as_conversation_list(messages)]
 
     def beam_search(
         self,
@@ -130,7 +182,8 @@ class LLM(SyncUtilities):
         return outputs
 
     def _run_beams(self, prompts: list[Any], params: SamplingParams) -> list[RequestOutput]:
-        return self._run(prompts, params, None, False, add_special_tokens=False, limit_logprobs=False)
+        requests = self._process(prompts, params, None, add_special_tokens=False, limit_logprobs=False)
+        return self._complete(requests, use_tqdm=False)
 
     def get_tokenizer(self) -> Any:
         """The transformers tokenizer; None with skip_tokenizer_init."""
@@ -139,6 +192,18 @@ class LLM(SyncUtilities):
     def get_default_sampling_params(self) -> SamplingParams:
         """What requests without parameters get: the model's generation_config.json over the usual defaults."""
         return self.llm_engine.input_processor.default_sampling_params()
+
+    def get_metrics(self) -> list[Metric]:
+        """The engine's figures so far: requests, tokens, times, KV cache; see `engine_actors.metric_snapshots`."""
+        return snapshots(self.llm_engine.metrics)
+
+    def get_world_size(self) -> int:
+        """Workers: tensor times pipeline parallel ranks."""
+        return self.llm_engine.config.parallel_config.world_size
+
+    @property
+    def model_config(self) -> ModelConfig:
+        return self.llm_engine.config.model_config
 
     def call_utility(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call a utility of EngineCore by name; raises what it raises."""
@@ -156,29 +221,24 @@ class LLM(SyncUtilities):
     ) -> None:
         self.shutdown()
 
-    def _run(
+    def _process(
         self,
         prompts: Sequence[PromptType],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: int | Sequence[int] | None,
-        use_tqdm: bool,
-        add_special_tokens: bool,
-        limit_logprobs: bool = True,
-    ) -> list[RequestOutput]:
+        **options: Any,
+    ) -> list[ProcessedRequest]:
+        """`options`: of `InputProcessor.process_batch`."""
         params = [
             p.with_output_kind(RequestOutputKind.FINAL_ONLY) if isinstance(p, SamplingParams) else p
             for p in broadcast("sampling_params", sampling_params, len(prompts), self.get_default_sampling_params())
         ]
         priorities = broadcast("priority", priority, len(prompts), 0)
         request_ids = [str(next(self._ids)) for _ in prompts]
-        requests = self.llm_engine.input_processor.process_batch(
-            request_ids,
-            prompts,
-            params,
-            priorities,
-            add_special_tokens=add_special_tokens,
-            limit_logprobs=limit_logprobs,
-        )
+        return self.llm_engine.input_processor.process_batch(request_ids, prompts, params, priorities, **options)
+
+    def _complete(self, requests: Sequence[ProcessedRequest], use_tqdm: bool) -> list[RequestOutput]:
+        request_ids = [request.parent.request_id for request in requests]
         try:
             with _Progress(len(requests), use_tqdm) as progress:
                 outputs = self._drive(requests, progress)
@@ -205,6 +265,7 @@ class LLM(SyncUtilities):
                     logger.warning("Request %s failed: %s", output.request_id, output.error)
                 if output.finished:
                     outputs[output.request_id] = output
+                    engine.metrics.request_meter().observe(0, output)
                     progress.note(output)
         return outputs
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from engine_actors.clients import EngineCoreClient
 from engine_actors.config import EngineConfig
+from engine_actors.engine_metrics import EngineMetrics
 from engine_actors.errors import EngineDeadError, InvalidRequestError
 from engine_actors.input_processor import InputProcessor, ProcessedRequest, PromptType, load_tokenizer
 from engine_actors.output_processor import OutputProcessor
@@ -22,6 +23,9 @@ class LLMEngine(SyncUtilities):
         engine.add_request("a", "Hello", SamplingParams(max_tokens=8))
         while engine.has_unfinished_requests():
             for output in engine.step(): ...
+
+    Attributes:
+        metrics: Fed with the scheduler's reports; with ended requests by whoever takes their outputs.
 
     Raises:
         EngineStartupError: The engine could not start; the text has the root cause.
@@ -40,6 +44,7 @@ class LLMEngine(SyncUtilities):
             self.client.shutdown(0.0)
             raise
         self.output_processor = OutputProcessor(self.tokenizer)
+        self.metrics = EngineMetrics(config.model_config.model, self.client.info.max_model_len)
 
     @staticmethod
     def from_kwargs(model: str, **kwargs: Any) -> LLMEngine:
@@ -82,6 +87,8 @@ class LLMEngine(SyncUtilities):
             batches = self.client.get_output()
             results: list[RequestOutput] = []
             for outputs in batches:
+                if outputs.stats is not None:
+                    self.metrics.observe_stats(outputs.stats)
                 processed = self.output_processor.process(outputs)
                 if processed.aborts:
                     self.client.abort_requests(processed.aborts)

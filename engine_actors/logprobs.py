@@ -51,11 +51,14 @@ class LogprobsReader:
         return positions
 
     def _position(
-        self, token_ids: Sequence[int], logprobs: Sequence[float], rank: int, with_text: bool
+        self, token_ids: Sequence[int], logprobs: Sequence[float], rank: int | Sequence[int], with_text: bool
     ) -> TokenLogprobsByID:
         if not token_ids:
             raise ValueError("the engine sent a token without the log-probabilities that were asked for")
         text = self._text if with_text else _no_text
+        if not isinstance(rank, int):
+            entries = zip(token_ids, logprobs, rank, strict=True)
+            return {token_id: Logprob(logprob, each, text(token_id)) for token_id, logprob, each in entries}
         position = {token_ids[0]: Logprob(logprobs[0], rank, text(token_ids[0]))}
         for index in range(1, len(token_ids)):
             token_id = token_ids[index]

@@ -14,6 +14,7 @@ from typing import Any
 
 from engine_actors.detokenizer import Detokenizer, TokenDecoder
 from engine_actors.errors import RequestFailedError, request_error
+from engine_actors.flat_logprobs import FlatLogprobs
 from engine_actors.logprobs import LogprobsReader
 from engine_actors.outputs import CompletionOutput, RequestOutput, RequestStateStats, TokenLogprobsByID
 from scheduler.logprobs import LogprobsRow, PromptLogprobs
@@ -45,7 +46,7 @@ class ParentRequest:
     unfinished: set[str] = field(default_factory=set)
     final: list[CompletionOutput] = field(default_factory=list)
     num_cached_tokens: int | None = None
-    prompt_logprobs: list[TokenLogprobsByID | None] | None = None
+    prompt_logprobs: list[TokenLogprobsByID | None] | FlatLogprobs | None = None
     error: Exception | None = None
 
 
@@ -72,7 +73,9 @@ class CompletionState:
         self.token_ids: list[int] = []
         self.num_taken = 0
         self.num_published = 0
-        self.logprobs: list[TokenLogprobsByID] | None = None if parent.params.logprobs is None else []
+        self.logprobs: list[TokenLogprobsByID] | FlatLogprobs | None = None
+        if parent.params.wants_logprobs:
+            self.logprobs = FlatLogprobs() if parent.params.flat_logprobs else []
         self.cumulative_logprob, self.num_summed = 0.0, 0
         self.metrics = RequestStateStats(arrival_time=arrival_s)
 
@@ -184,7 +187,7 @@ class OutputProcessor:
             parent.unfinished.add(child.request_id)
         self._parents[parent.request_id] = parent
         if parent.params.prompt_logprobs is not None and len(parent.prompt_token_ids) == 1:
-            parent.prompt_logprobs = [None]  # Nothing predicts the first token.
+            parent.prompt_logprobs = self._in_asked_shape(parent, [None])  # Nothing predicts the first token.
 
     def take_children(self, request_ids: Iterable[str]) -> list[str]:
         """Engine ids of the unfinished completions of callers' requests; unknown ids are ignored."""
@@ -280,11 +283,22 @@ class OutputProcessor:
     ) -> None:
         parent = state.parent
         if state.logprobs is not None:
-            state.logprobs += self._logprobs.read(logprobs, parent.params.detokenize)
+            state.logprobs.extend(self._logprobs.read(logprobs, parent.params.detokenize))
         if prompt_logprobs:
-            parent.prompt_logprobs = self._logprobs.read_prompt(
-                prompt_logprobs, len(parent.prompt_token_ids), parent.params.detokenize
+            parent.prompt_logprobs = self._in_asked_shape(
+                parent,
+                self._logprobs.read_prompt(prompt_logprobs, len(parent.prompt_token_ids), parent.params.detokenize),
             )
+
+    @staticmethod
+    def _in_asked_shape(
+        parent: ParentRequest, positions: list[TokenLogprobsByID | None]
+    ) -> list[TokenLogprobsByID | None] | FlatLogprobs:
+        if not parent.params.flat_logprobs:
+            return positions
+        flat = FlatLogprobs()
+        flat.extend(positions)
+        return flat
 
     def _finish(
         self,

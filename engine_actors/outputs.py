@@ -6,8 +6,12 @@ Made by `engine_actors.output_processor`; plain picklable data, so that they tra
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from scheduler.sampling_params import RequestOutputKind
+
+if TYPE_CHECKING:
+    from engine_actors.flat_logprobs import FlatLogprobs
 
 
 @dataclass(slots=True)
@@ -60,7 +64,7 @@ class CompletionOutput:
         text, token_ids: All so far, or only what is new, by `SamplingParams.output_kind`. The token that ended the
             text is among `token_ids` and not in `text`.
         cumulative_logprob: Sum over all tokens so far; None unless `SamplingParams.logprobs` is set.
-        logprobs: One for each of `token_ids`; None unless asked for.
+        logprobs: One for each of `token_ids`; None unless asked for. `FlatLogprobs` with `flat_logprobs`.
         finish_reason: "stop", "length", "abort" or "error"; None while running.
         stop_reason: The stop string or stop token id that ended it; None for end-of-sequence.
     """
@@ -69,7 +73,7 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    logprobs: list[TokenLogprobsByID] | None = None
+    logprobs: list[TokenLogprobsByID] | FlatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -95,7 +99,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
-    prompt_logprobs: list[TokenLogprobsByID | None] | None = None
+    prompt_logprobs: list[TokenLogprobsByID | None] | FlatLogprobs | None = None
     metrics: RequestStateStats = field(default_factory=RequestStateStats)
     num_cached_tokens: int | None = None
     error: Exception | None = None
@@ -115,8 +119,11 @@ class RequestOutput:
             if kind is RequestOutputKind.DELTA:
                 mine.text += completion.text
                 mine.token_ids = mine.token_ids + completion.token_ids
-                if completion.logprobs is not None:
-                    mine.logprobs = (mine.logprobs or []) + completion.logprobs
+                if mine.logprobs is None:
+                    mine.logprobs = completion.logprobs
+                elif completion.logprobs is not None:
+                    mine.logprobs = mine.logprobs[:]
+                    mine.logprobs.extend(completion.logprobs)
             else:
                 mine.text, mine.token_ids = completion.text, completion.token_ids
                 mine.logprobs = completion.logprobs

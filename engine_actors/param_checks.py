@@ -12,6 +12,9 @@ from engine_actors.structured_output.checked_forms import CheckedForms
 from scheduler.sampling_params import MAX_BAD_WORDS, SamplingParams
 from scheduler.structured_params import StructuredOutputsParams
 
+MANY_TOKEN_IDS = 4096
+"""Longer lists are better checked beside an event loop."""
+
 
 class ParamsChecker:
     """Checks of one engine.
@@ -38,6 +41,10 @@ class ParamsChecker:
         Raises:
             InvalidRequestError: It names the field, the value and what is allowed.
         """
+        if params.token_columns is not None:
+            raise InvalidRequestError(
+                "token_columns must be None: what it holds comes from allowed_token_ids and logit_bias", "token_columns"
+            )
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
         self._check_ids("logit_bias", params.logit_bias or ())
@@ -45,8 +52,10 @@ class ParamsChecker:
             self._check_ids("bad_words_token_ids", sequence)
         if params.stop and self._tokenizer is None:
             raise InvalidRequestError("stop strings need a tokenizer, but skip_tokenizer_init is set", "stop")
-        for field in ("logprobs", "prompt_logprobs"):
-            self._check_logprobs(field, getattr(params, field), limit_logprobs)
+        self._check_ids("logprob_token_ids", params.logprob_token_ids or ())
+        if not params.logprob_token_ids:
+            self._check_logprobs("logprobs", params.logprobs, limit_logprobs)
+        self._check_logprobs("prompt_logprobs", params.prompt_logprobs, limit_logprobs)
         if params.bad_words:
             params.bad_words_token_ids = self._tokenize_bad_words(params)
         if params.allowed_token_ids is not None:
@@ -56,6 +65,9 @@ class ParamsChecker:
 
     def is_quick(self, params: SamplingParams) -> bool:
         """Whether `check` is a matter of microseconds; else it had better run in a thread."""
+        for ids in (params.logit_bias, params.allowed_token_ids):
+            if isinstance(ids, (dict, list)) and len(ids) > MANY_TOKEN_IDS:
+                return False
         return params.structured_outputs is None or self._forms.knows(params.structured_outputs)
 
     def _check_ids(self, field: str, token_ids: Collection[int]) -> None:

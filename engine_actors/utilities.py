@@ -13,6 +13,16 @@ from typing import Any
 WorkerMethod = str | Callable[..., Any]
 
 
+def apply_to_model(worker: Any, function: Callable[[Any], Any]) -> Any:
+    """On a worker: `function` of its model."""
+    return function(worker.model)
+
+
+def _check_no_connector(reset_connector: bool) -> None:
+    if reset_connector:
+        raise ValueError("reset_connector must be False: this engine has no KV connector")
+
+
 class SyncUtilities(ABC):
     """Everything but `call_utility` is made of it."""
 
@@ -77,9 +87,15 @@ class SyncUtilities(ABC):
         """Whether something that `sleep` gave away is still missing."""
         return bool(self.call_utility("is_sleeping"))
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget cached prefixes; False while requests hold blocks."""
-        return bool(self.call_utility("reset_prefix_cache"))
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Forget cached prefixes; False while requests hold blocks.
+
+        Args:
+            reset_running_requests: Take their KV too: it is computed anew, and the tokens are the same.
+            reset_connector: False, as there is none.
+        """
+        _check_no_connector(reset_connector)
+        return bool(self.call_utility("reset_running_requests" if reset_running_requests else "reset_prefix_cache"))
 
     def collective_rpc(
         self,
@@ -94,20 +110,35 @@ class SyncUtilities(ABC):
         """
         return list(self.call_utility("collective_rpc", method, timeout, args, kwargs))
 
+    def apply_model(self, function: Callable[[Any], Any]) -> list[Any]:
+        """Call `function` with each worker's model (its shard, a torch module), as `collective_rpc`. Results by rank.
+
+        Raises:
+            Exception: What `function` raises.
+        """
+        return self.collective_rpc(apply_to_model, args=(function,))
+
+    def check_admission(self, num_requests: int = 1) -> None:
+        """Raise QueueFullError if so many more requests would not be queued now (`max_num_queued_requests`)."""
+        self.call_utility("check_admission", num_requests)
+
     def execute_dummy_batch(self) -> None:
         """Run one forward pass on a token of nobody, on every worker."""
         self.call_utility("execute_dummy_batch")
 
-    def start_profile(self, prefix: str | None = None) -> None:
+    def start_profile(self, prefix: str | None = None, delay_iterations: int = 0, max_iterations: int = 0) -> None:
         """Record what workers compute with torch's profiler, until `stop_profile`.
 
         Args:
             prefix: Begins the traces' file names.
+            delay_iterations: Steps that are not recorded before the first that is.
+            max_iterations: Record so many steps, and write the trace then; 0 is no limit.
 
         Raises:
             RuntimeError: No `torch_profiler_dir` is configured, or a profile is being recorded already.
+            ValueError: A wrong argument.
         """
-        self.call_utility("profile", True, prefix)
+        self.call_utility("profile", True, prefix, delay_iterations, max_iterations)
 
     def stop_profile(self) -> list[str]:
         """Write the traces, for Perfetto or chrome://tracing; their paths by rank, each on its worker's node.
@@ -162,9 +193,11 @@ class AsyncUtilities(ABC):
         """Whether something that `sleep` gave away is still missing."""
         return bool(await self.call_utility("is_sleeping"))
 
-    async def reset_prefix_cache(self) -> bool:
+    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Forget cached prefixes; False while requests hold blocks."""
-        return bool(await self.call_utility("reset_prefix_cache"))
+        _check_no_connector(reset_connector)
+        name = "reset_running_requests" if reset_running_requests else "reset_prefix_cache"
+        return bool(await self.call_utility(name))
 
     async def collective_rpc(
         self,
@@ -176,13 +209,23 @@ class AsyncUtilities(ABC):
         """Call a worker method by name, or a function that takes the worker first, on every worker; results by rank."""
         return list(await self.call_utility("collective_rpc", method, timeout, args, kwargs))
 
+    async def apply_model(self, function: Callable[[Any], Any]) -> list[Any]:
+        """Call `function` with each worker's model (its shard, a torch module); results by rank."""
+        return await self.collective_rpc(apply_to_model, args=(function,))
+
+    async def check_admission(self, num_requests: int = 1) -> None:
+        """Raise QueueFullError if so many more requests would not be queued now."""
+        await self.call_utility("check_admission", num_requests)
+
     async def execute_dummy_batch(self) -> None:
         """Run one forward pass on a token of nobody, on every worker."""
         await self.call_utility("execute_dummy_batch")
 
-    async def start_profile(self, prefix: str | None = None) -> None:
+    async def start_profile(
+        self, prefix: str | None = None, delay_iterations: int = 0, max_iterations: int = 0
+    ) -> None:
         """Record what workers compute with torch's profiler, until `stop_profile`."""
-        await self.call_utility("profile", True, prefix)
+        await self.call_utility("profile", True, prefix, delay_iterations, max_iterations)
 
     async def stop_profile(self) -> list[str]:
         """Write the traces, for Perfetto or chrome://tracing; their paths by rank, each on its worker's node."""

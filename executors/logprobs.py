@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 import torch
 
-from scheduler.logprobs import TokenLogprobs
+from scheduler.logprobs import TokenLogprobs, pack_rows
 from scheduler.output import NewRequestData
 
 MAX_ELEMENTS = 1 << 25
@@ -23,6 +25,7 @@ MAX_CACHED_ELEMENTS = 1 << 18
 NOT_ASKED = -1
 
 _NO_IDS = np.zeros(0, dtype=np.int64)
+_BLOCK_IDS = np.arange(BLOCK)
 
 
 class LogprobsState:
@@ -32,17 +35,26 @@ class LogprobsState:
     Attributes:
         num_logprobs: For sampled tokens.
         num_prompt_logprobs: For prompt tokens.
+        asked_ids: Tokens whose log-probabilities are wanted with each sampled token, instead of the most likely ones.
     """
 
     def __init__(self, max_num_seqs: int) -> None:
         self.num_logprobs = np.full(max_num_seqs, NOT_ASKED, dtype=np.int64)
         self.num_prompt_logprobs = np.full(max_num_seqs, NOT_ASKED, dtype=np.int64)
+        self.asked_ids: dict[int, list[int]] = {}
 
     def set_row(self, row: int, request: NewRequestData) -> None:
         """`request` now owns `row`."""
         params = request.sampling_params
         self.num_logprobs[row] = _wanted(params.logprobs)
+        self.asked_ids.pop(row, None)
+        if params.logprob_token_ids:
+            self.num_logprobs[row], self.asked_ids[row] = 0, params.logprob_token_ids
         self.num_prompt_logprobs[row] = _wanted(params.prompt_logprobs)
+
+    def asked_ids_of(self, rows: np.ndarray) -> dict[int, list[int]]:
+        """By index into `rows`, where there are any."""
+        return {index: self.asked_ids[row] for index, row in enumerate(rows.tolist()) if row in self.asked_ids}
 
 
 def compute_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_most_likely: np.ndarray) -> TokenLogprobs:
@@ -56,6 +68,26 @@ def compute_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_most_lik
     num_most_likely = np.minimum(num_most_likely, logits.shape[1])
     compute = by_row if logits.device.type == "cpu" else by_chunk
     return compute(logits, token_ids, num_most_likely)
+
+
+def with_asked_ids(
+    logprobs: TokenLogprobs, logits: torch.Tensor, token_ids: torch.Tensor, asked_ids: Mapping[int, Sequence[int]]
+) -> TokenLogprobs:
+    """`logprobs` with other tokens' after each token's own, and the ranks of all.
+
+    Args:
+        logits, token_ids: As for `compute_logprobs`.
+        asked_ids: By index into them, the other tokens.
+    """
+    rows = list(logprobs.rows())
+    for index, others in asked_ids.items():
+        ids = list(dict.fromkeys([int(token_ids[index]), *others]))
+        values = logits[index].to(torch.float32)
+        wanted = torch.tensor(ids, device=logits.device)
+        in_order = values.sort().values
+        ranks = len(values) - torch.searchsorted(in_order, values[wanted], right=True) + 1
+        rows[index] = ids, values.log_softmax(-1)[wanted].tolist(), ranks.tolist()
+    return pack_rows(rows)
 
 
 def by_row(logits: torch.Tensor, token_ids: torch.Tensor, num_most_likely: np.ndarray) -> TokenLogprobs:
@@ -74,17 +106,19 @@ def by_row(logits: torch.Tensor, token_ids: torch.Tensor, num_most_likely: np.nd
         if as_float32 is not None:
             chunk = as_float32[: len(chunk)].copy_(chunk)
         counts = num_most_likely[start : start + step].tolist()
-        bounds = _bounds_of_first(chunk, counts)
+        candidates = _candidates(chunk, counts)
         torch.log_softmax(chunk, -1, out=all_logprobs[: len(chunk)])
         chunk_values, chunk_logprobs = chunk.numpy(), all_logprobs.numpy()
         for row, token_id in enumerate(token_ids[start : start + step].tolist()):
-            values, count = chunk_values[row], counts[row]
+            values, likely = chunk_values[row], candidates[row]
+            likely_values = values[likely]
             # Descending, equal ones by ascending id.
-            candidates = np.flatnonzero(values >= bounds[row]) if count else _NO_IDS
-            first = candidates[np.argsort(-values[candidates], kind="stable")[:count]]
+            first = likely[np.argsort(-likely_values, kind="stable")[: counts[row]]]
             ids.append(np.concatenate([[token_id], first]))
             logprobs.append(chunk_logprobs[row][ids[-1]])
-            ranks.append(1 + int(np.count_nonzero(values > values[token_id])))
+            value = values[token_id]
+            is_likely = len(likely) > 0 and value >= likely_values.min()
+            ranks.append(1 + int(np.count_nonzero((likely_values if is_likely else values) > value)))
     lengths = np.fromiter(map(len, ids), dtype="<i4", count=len(ids))
     return TokenLogprobs(
         lengths.tobytes(),
@@ -94,24 +128,33 @@ def by_row(logits: torch.Tensor, token_ids: torch.Tensor, num_most_likely: np.nd
     )
 
 
-def _bounds_of_first(logits: torch.Tensor, counts: list[int]) -> list[float]:
-    """A value for each row that its `counts[i]` largest reach and few others; where that is 0, any."""
+def _candidates(logits: torch.Tensor, counts: list[int]) -> list[np.ndarray]:
+    """For each row the ids, ascending, of all tokens whose logits reach some bound: at least `counts[i]` of them, and
+    few more. None where that is 0."""
     vocab_size = logits.shape[1]
     num_blocks = vocab_size // BLOCK
     width = max((count for count in counts if count * 4 <= num_blocks), default=0)
-    largest: list[list[float]] = []
+    maxima, largest = np.zeros((0, 0)), np.zeros((0, 0))
     if width:
-        largest = logits[:, : num_blocks * BLOCK].view(len(counts), num_blocks, BLOCK).amax(-1).topk(width)[0].tolist()
-    bounds = []
+        block_maxima = logits[:, : num_blocks * BLOCK].view(len(counts), num_blocks, BLOCK).amax(-1)
+        maxima, largest = block_maxima.numpy(), block_maxima.topk(width)[0].numpy()
+    found = []
     for row, count in enumerate(counts):
+        values = logits[row].numpy()
         if count == 0:
-            bounds.append(0.0)
+            found.append(_NO_IDS)
         elif count <= width:
-            # So many blocks have a value as large as this.
-            bounds.append(largest[row][count - 1])
+            # So many blocks have a value as large as this, and only these need be looked into.
+            bound = largest[row, count - 1]
+            blocks = np.flatnonzero(maxima[row] >= bound)
+            ids = np.concatenate(
+                [(blocks[:, None] * BLOCK + _BLOCK_IDS).ravel(), np.arange(num_blocks * BLOCK, vocab_size)]
+            )
+            found.append(ids[values[ids] >= bound])
         else:
-            bounds.append(float(np.partition(logits[row].numpy(), vocab_size - count)[vocab_size - count]))
-    return bounds
+            bound = np.partition(values, vocab_size - count)[vocab_size - count]
+            found.append(np.flatnonzero(values >= bound))
+    return found
 
 
 def by_chunk(logits: torch.Tensor, token_ids: torch.Tensor, num_most_likely: np.ndarray) -> TokenLogprobs:
@@ -143,7 +186,7 @@ def spread(logprobs: TokenLogprobs, asked: np.ndarray) -> TokenLogprobs:
         values = np.zeros(len(asked), dtype="<i4")
         values[asked] = np.frombuffer(column, dtype="<i4")
         columns.append(values.tobytes())
-    return TokenLogprobs(columns[0], logprobs.token_ids, logprobs.logprobs, columns[1])
+    return TokenLogprobs(columns[0], logprobs.token_ids, logprobs.logprobs, columns[1], logprobs.entry_ranks)
 
 
 def most_likely(logits: torch.Tensor, count: int) -> torch.Tensor:

@@ -18,7 +18,7 @@ from executors.attention.base import AttentionMetadata
 from executors.bitmask import apply_bitmask
 from executors.input_batch import InputBatch, InvalidStepError, StepInputs, StepRows, Wanted
 from executors.logits_processors import LogitsProcessor
-from executors.logprobs import NOT_ASKED, compute_logprobs, spread
+from executors.logprobs import NOT_ASKED, compute_logprobs, spread, with_asked_ids
 from executors.parallel_state import ParallelState
 from executors.sampler import sample
 from executors.steady_decode import SteadyDecode
@@ -182,9 +182,11 @@ class ModelRunner:
         logprobs = None
         if raw_logits is not None:
             asked_tokens = tokens if asked.all() else tokens[torch.from_numpy(asked).to(self._device)]
-            logprobs = spread(
-                compute_logprobs(raw_logits, asked_tokens, batch.logprobs.num_logprobs[rows[asked]]), asked
-            )
+            logprobs = compute_logprobs(raw_logits, asked_tokens, batch.logprobs.num_logprobs[rows[asked]])
+            if batch.logprobs.asked_ids:
+                asked_ids = batch.logprobs.asked_ids_of(rows[asked])
+                logprobs = with_asked_ids(logprobs, raw_logits, asked_tokens, asked_ids) if asked_ids else logprobs
+            logprobs = spread(logprobs, asked)
         return ModelRunnerOutput(pending.step, token_ids, logprobs, pending.prompt_logprobs, without_choice, failures)
 
     def _apply_bitmask(self, logits: torch.Tensor, rows: np.ndarray, bitmask: GrammarBitmask) -> None:

@@ -22,15 +22,19 @@ class AllowedTokens(LogitsProcessor):
         self._token_ids: list[np.ndarray] = [_NONE] * batch.max_num_seqs
 
     def set_row(self, row: int, request: NewRequestData) -> bool:
-        allowed = request.sampling_params.allowed_token_ids
-        self._token_ids[row] = _NONE if allowed is None else np.unique(np.array(allowed, dtype=np.int64))
-        return allowed is not None
+        params = request.sampling_params
+        columns, allowed = params.token_columns, params.allowed_token_ids
+        if columns is not None and columns.allowed is not None:
+            self._token_ids[row] = np.unique(_token_ids(columns.allowed))
+        else:
+            self._token_ids[row] = _NONE if allowed is None else np.unique(np.array(allowed, dtype=np.int64))
+        return len(self._token_ids[row]) > 0
 
     def apply(self, logits: torch.Tensor, rows: np.ndarray, indices: np.ndarray) -> None:
-        where = flat_positions(indices, [self._token_ids[row] for row in rows.tolist()], logits.device)
-        kept = logits[where]
-        logits[torch.from_numpy(indices).to(logits.device)] = float("-inf")
-        logits[where] = kept
+        for row, index in zip(rows.tolist(), indices.tolist(), strict=True):
+            token_ids = torch.from_numpy(self._token_ids[row]).to(logits.device)
+            kept = logits[index].index_select(0, token_ids)
+            logits[index].fill_(float("-inf")).index_copy_(0, token_ids, kept)
 
 
 class LogitBias(LogitsProcessor):
@@ -42,15 +46,24 @@ class LogitBias(LogitsProcessor):
         self._biases: list[np.ndarray] = [_NONE] * batch.max_num_seqs
 
     def set_row(self, row: int, request: NewRequestData) -> bool:
-        biases = request.sampling_params.logit_bias or {}
-        self._token_ids[row] = np.fromiter(biases, dtype=np.int64, count=len(biases))
-        self._biases[row] = np.fromiter(biases.values(), dtype=np.float32, count=len(biases))
-        return bool(biases)
+        params = request.sampling_params
+        columns, biases = params.token_columns, params.logit_bias or {}
+        if columns is not None:
+            self._token_ids[row] = _token_ids(columns.biased)
+            self._biases[row] = np.frombuffer(columns.biases, dtype="<f4").astype(np.float32)
+        else:
+            self._token_ids[row] = np.fromiter(biases, dtype=np.int64, count=len(biases))
+            self._biases[row] = np.fromiter(biases.values(), dtype=np.float32, count=len(biases))
+        return len(self._token_ids[row]) > 0
 
     def apply(self, logits: torch.Tensor, rows: np.ndarray, indices: np.ndarray) -> None:
-        where = flat_positions(indices, [self._token_ids[row] for row in rows.tolist()], logits.device)
-        biases = np.concatenate([self._biases[row] for row in rows.tolist()])
-        logits[where] += torch.from_numpy(biases).to(logits.device)
+        for row, index in zip(rows.tolist(), indices.tolist(), strict=True):
+            token_ids, biases = torch.from_numpy(self._token_ids[row]), torch.from_numpy(self._biases[row])
+            logits[index].index_add_(0, token_ids.to(logits.device), biases.to(logits.device))
+
+
+def _token_ids(column: bytes) -> np.ndarray:
+    return np.frombuffer(column, dtype="<i4").astype(np.int64)
 
 
 class BadWords(LogitsProcessor):

@@ -230,6 +230,8 @@ class Worker:
         Raises:
             InvalidStepError: The step does not follow the one before, or names what this worker does not know.
         """
+        if self._profiler.counts_steps:
+            self._profiler.before_step()
         return self._encoded(self.runner.execute(self._decoder.decode(scheduler_output)))
 
     def sample_tokens(self, grammar_bitmask: bytes | None) -> bytes | None:
@@ -246,9 +248,9 @@ class Worker:
             raise RuntimeError("the worker's KV cache was given back; wake_up must come first")
         self.runner.dummy_run(1, 1)
 
-    def start_profile(self, prefix: str | None = None) -> None:
+    def start_profile(self, prefix: str | None = None, delay_iterations: int = 0, max_iterations: int = 0) -> None:
         """See `WorkerProfiler.start`."""
-        self._profiler.start(prefix)
+        self._profiler.start(prefix, delay_iterations, max_iterations)
 
     def stop_profile(self) -> str:
         """See `WorkerProfiler.stop`."""

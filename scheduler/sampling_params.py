@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from scheduler.logprobs import pack_column
 from scheduler.structured_params import StructuredOutputsParams
 from scheduler.values import MAX_INT, check_float, check_int, check_token_ids, is_finite, is_text, shown
 
@@ -27,8 +28,10 @@ MAX_REPETITION_PENALTY = 1e6
 """And its inverse is the least. Beyond, float32 logits overflow; so they do with larger biases."""
 MAX_LOGIT_BIAS = 1e30
 MAX_EXTRA_ARGS_DEPTH = 32
+MAX_LOGPROB_TOKEN_IDS = 128
 FLAGS = (
     "ignore_eos", "detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output",
+    "flat_logprobs",
 )  # fmt: skip
 LISTS = ("stop", "stop_token_ids", "bad_words", "bad_words_token_ids")
 
@@ -39,6 +42,19 @@ class RequestOutputKind(enum.IntEnum):
     CUMULATIVE = 0
     DELTA = 1
     FINAL_ONLY = 2
+
+
+class TokenColumns(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """`allowed_token_ids` and `logit_bias` on their way to the workers: tens of thousands of them cost a copy of bytes.
+
+    Attributes:
+        allowed: int32 column; None is all.
+        biased, biases: int32 and float32 columns of equal length.
+    """
+
+    allowed: bytes | None = None
+    biased: bytes = b""
+    biases: bytes = b""
 
 
 class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
@@ -66,12 +82,16 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
         logprobs: Report the log-probability of each generated token, and of so many most likely ones; -1 is all. By the
             model's own logits, before anything else here changes them. None: nothing is reported.
         prompt_logprobs: Same for the prompt's tokens after the first.
+        logprob_token_ids: Report the log-probabilities of these tokens with each generated token's, instead of those of
+            the most likely ones. `logprobs` may be left out, or is their number.
+        flat_logprobs: Return log-probabilities as `FlatLogprobs`: a few lists instead of an object for each entry.
         structured_outputs: The form the text must take; a dictionary of its fields will do. None: any text.
         detokenize: Turn tokens into text; False leaves `text` empty.
         output_kind: See RequestOutputKind.
         stream_interval: Tokens between two outputs; the first and the last come at once.
         skip_reading_prefix_cache: Compute the whole prompt anew. None: only where prompt_logprobs need it.
         extra_args: For logits processors of your own; plain data (str, int, float, bool, None, lists, dictionaries).
+        token_columns: Not yours to set: the front end sends `allowed_token_ids` and `logit_bias` in it.
     """
 
     n: int = 1
@@ -94,6 +114,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     logit_bias: dict[int, float] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
+    flat_logprobs: bool = False
     structured_outputs: StructuredOutputsParams | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
@@ -103,6 +125,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
     stream_interval: int | None = None
     skip_reading_prefix_cache: bool | None = None
     extra_args: dict[str, Any] | None = None
+    token_columns: TokenColumns | None = None
 
     def __post_init__(self) -> None:
         self._normalise()
@@ -118,6 +141,11 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
         return self.temperature < GREEDY_TEMPERATURE
 
     @property
+    def wants_logprobs(self) -> bool:
+        """Of generated tokens."""
+        return self.logprobs is not None or self.logprob_token_ids is not None
+
+    @property
     def has_penalties(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
@@ -129,6 +157,21 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
         """A copy with another output kind. It is not checked again: a front end checks what it admits."""
         params = copy.copy(self)
         params.output_kind = kind
+        return params
+
+    def for_engine(self) -> SamplingParams:
+        """A copy as it is sent: without what the front end alone needs, long lists as columns. Not checked again."""
+        params = copy.copy(self)
+        params.stop, params.bad_words = [], []
+        allowed, biases = self.allowed_token_ids, self.logit_bias
+        if allowed is not None or biases:
+            biases = biases or {}
+            params.token_columns = TokenColumns(
+                None if allowed is None else pack_column("i", allowed),
+                pack_column("i", biases),
+                pack_column("f", biases.values()),
+            )
+            params.allowed_token_ids = params.logit_bias = None
         return params
 
     def _normalise(self) -> None:
@@ -201,11 +244,23 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, kw_only=True):
                 raise ValueError(f"logit_bias must map token ids to numbers, got {shown(self.logit_bias)}")
             check_token_ids("logit_bias", self.logit_bias, allowed="a token id, for each key")
             _check_biases(self.logit_bias)
+        if not isinstance(self.token_columns, (TokenColumns, type(None))):
+            raise ValueError(f"token_columns must be None, got {shown(self.token_columns)}")
 
     def _check_logprobs(self) -> None:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), -1, None, allowed="at least 0, or -1 (the whole vocabulary)")
+        ids = self.logprob_token_ids
+        if ids is not None:
+            if not isinstance(ids, list) or not 0 < len(ids) <= MAX_LOGPROB_TOKEN_IDS:
+                raise ValueError(
+                    f"logprob_token_ids must be a list of 1 to {MAX_LOGPROB_TOKEN_IDS} token ids or None, got "
+                    f"{shown(ids)}"
+                )
+            check_token_ids("logprob_token_ids", ids)
+            if self.logprobs is not None and self.logprobs != len(ids):
+                raise ValueError(f"logprob_token_ids must be as many as logprobs says, {self.logprobs}; got {len(ids)}")
         skip = self.skip_reading_prefix_cache
         if skip is not None and not isinstance(skip, bool):
             raise ValueError(f"skip_reading_prefix_cache must be True, False or None, got {shown(skip)}")

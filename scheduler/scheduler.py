@@ -159,6 +159,10 @@ class Scheduler:
         else:
             self._enqueue(state)
 
+    def check_admission(self, num_requests: int) -> None:
+        """Raise QueueFullError if the last of so many more requests would not be queued now."""
+        self._limits.check_queue(self._num_waiting + num_requests - 1, len(self._batch.rows.free))
+
     def _enqueue(self, state: Request) -> None:
         if self._grammars is None or not state.has_grammar or self._grammars.begin(state):
             self._batch.waiting.add(state)

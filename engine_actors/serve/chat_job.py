@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 from uuid import uuid4
 
@@ -51,8 +52,10 @@ class ChatJob(Job):
         self._prompt_text = prompt_text if request.return_prompt_text else None
         self._logprobs = None
         if request.logprobs:
+            # Those asked for by id are all of a position's.
+            num_alternatives = -1 if request.logprob_token_ids else request.top_logprobs or 0
             self._logprobs = LogprobFormatter(
-                model.tokenization, request.top_logprobs or 0, bool(request.return_tokens_as_token_ids)
+                model.tokenization, num_alternatives, bool(request.return_tokens_as_token_ids)
             )
 
     # Whole answers
@@ -115,7 +118,7 @@ class ChatJob(Job):
             return "tool_calls"
         return finish_reason
 
-    def _chat_logprobs(self, token_ids: list[int], positions: list[Any] | None) -> dict[str, Any] | None:
+    def _chat_logprobs(self, token_ids: list[int], positions: Sequence[Any] | None) -> dict[str, Any] | None:
         return None if self._logprobs is None else self._logprobs.chat(token_ids, positions or [])
 
     # Streams

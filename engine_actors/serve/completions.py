@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from engine_actors.outputs import CompletionOutput, RequestOutput
@@ -190,7 +191,7 @@ class CompletionJob(Job):
         prompt: Prompt,
         output: RequestOutput,
         token_ids: list[int],
-        positions: list[Any] | None,
+        positions: Sequence[Any] | None,
         text_offset: int,
         is_first: bool,
     ) -> tuple[dict[str, Any] | None, int]:

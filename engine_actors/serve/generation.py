@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 from uuid import uuid4
 
-from engine_actors.metrics import RequestMeter
+from engine_actors.engine_metrics import RequestMeter
 from engine_actors.outputs import RequestOutput
 from engine_actors.serve.errors import generation_failed
 from engine_actors.serve.inflight import InflightRequest

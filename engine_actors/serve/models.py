@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine_actors.metrics import EngineMetrics
+from engine_actors.engine_metrics import EngineMetrics
 from engine_actors.serve.chat_template import ChatTemplate
 from engine_actors.serve.errors import APIError, BadRequest, shown
 from engine_actors.serve.generation import EngineClient

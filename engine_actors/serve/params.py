@@ -85,6 +85,12 @@ def sampling_params(
             fields[name] = value
         else:
             fields.pop(name, None)
+    if not fields.get("logprob_token_ids"):
+        fields.pop("logprob_token_ids", None)
+    elif logprobs is None:
+        raise BadRequest("logprob_token_ids needs logprobs", "logprob_token_ids")
+    elif logprobs == 0:
+        del fields["logprobs"]  # Chat's `logprobs: true` alone.
     if constraint is not None:
         fields["structured_outputs"] = constraint.params
     if skip_special_tokens is not None:

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 
-from engine_actors.metrics import EngineMetrics
+from engine_actors.engine_metrics import EngineMetrics
 
 WINDOW_S = 5.0
 """Rates are means over about so long."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from ray.util.metrics import Counter, Gauge, Histogram
 
-from engine_actors.metrics import COUNTERS, GAUGES, HISTOGRAMS, EngineMetrics
+from engine_actors.engine_metrics import COUNTERS, GAUGES, HISTOGRAMS, EngineMetrics
 
 EXPORT_PERIOD_S = 1.0
 TAGS = ("model_name", "engine")

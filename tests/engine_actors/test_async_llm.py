@@ -169,6 +169,8 @@ async def test_worker_failure_reaches_every_stream_with_its_text(make_llm: Make)
     results = await asyncio.gather(*(tokens_of(engine, [5, i]) for i in range(8)), return_exceptions=True)
     assert all("worker rank 0 failed in step 4: boom" in str(r) for r in results), results
     assert {type(r) for r in results} == {EngineDeadError}
+    with pytest.raises(EngineDeadError, match="boom"):
+        await engine.wait_for_requests_to_drain()
 
 
 async def test_idle_client_has_no_stream_and_both_goes_on_and_notices_a_death(make_llm: Make) -> None:
@@ -253,3 +255,24 @@ def test_one_engine_serves_one_event_loop_after_another(
 async def test_in_process_core_is_refused(fake_config: Callable[..., EngineConfig]) -> None:
     with pytest.raises(ValueError, match="engine_core='actor'"):
         AsyncLLM.from_config(fake_config(engine_core="inproc"))
+
+
+async def test_draining_waits_for_every_request_and_no_longer(make_llm: Make) -> None:
+    engine = make_llm()
+    await engine.wait_for_requests_to_drain()
+    tasks = [asyncio.create_task(tokens_of(engine, [5 + i], GREEDY)) for i in range(3)]
+    stream = await engine.add_request([9], GREEDY.clone(max_tokens=400))
+    await anext(stream)
+    with pytest.raises(TimeoutError, match="requests are unfinished after 0 s"):
+        await engine.wait_for_requests_to_drain(0)
+    waiting = asyncio.create_task(engine.wait_for_requests_to_drain())
+    assert await asyncio.gather(*tasks) == [expected_tokens([5 + i], 20) for i in range(3)]
+    engine.drop(stream)
+    await waiting
+    assert engine.output_processor.num_unfinished == 0
+    last = await engine.add_request([9], GREEDY.clone(max_tokens=400))
+    waiting = asyncio.create_task(engine.wait_for_requests_to_drain())
+    await asyncio.sleep(0)
+    await engine.shutdown_async()
+    await waiting
+    assert last.finished

@@ -12,7 +12,7 @@ from engine_actors.config import EngineConfig
 from engine_actors.errors import InvalidRequestError
 from engine_actors.input_processor import InputProcessor, load_tokenizer
 from scheduler.output import unpack_int32
-from scheduler.sampling_params import SamplingParams
+from scheduler.sampling_params import SamplingParams, TokenColumns
 from tests.fakes import EOS, write_model_dir
 
 
@@ -92,6 +92,7 @@ def test_wrong_prompts_are_refused(inputs: InputProcessor, prompt: Any, field: s
         ({"priority": 2**63}, "priority"),
         ({"request_id": "\ud800"}, "request_id"),
         ({"params": SamplingParams(structured_outputs={"regex": "(a"})}, "structured_outputs"),
+        ({"params": SamplingParams(token_columns=TokenColumns())}, "token_columns"),
         ({"request_id": ""}, "request_id"),
         ({"request_id": 7}, "request_id"),
     ],
@@ -185,6 +186,8 @@ def test_chat_uses_the_models_template(inputs: InputProcessor) -> None:
     assert inputs.render_chat(messages) == "<system>S\n<user>U\n<assistant>"
     assert inputs.render_chat(messages, add_generation_prompt=False) == "<system>S\n<user>U\n"
     assert inputs.render_chat(messages, chat_template="{{ messages[0]['content'] }}") == "S"
+    parts = "{% for part in messages[0]['content'] %}{{ part['type'] }}:{{ part['text'] }}{% endfor %}"
+    assert inputs.render_chat(messages, chat_template=parts, content_format="openai") == "text:S"
 
 
 @pytest.mark.parametrize(
@@ -197,6 +200,7 @@ def test_chat_uses_the_models_template(inputs: InputProcessor) -> None:
         ([{"role": "user", "content": 3}], {}, "messages"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], {}, "messages"),
         ([{"role": "user", "content": "x"}], {"chat_template": "{{ raise_exception('no') }}"}, "messages"),
+        ([{"role": "user", "content": "x"}], {"content_format": "html"}, "chat_template_content_format"),
         ([{"role": "user", "content": "x"}], {"continue_final_message": True}, "continue_final_message"),
     ],
     ids=str,

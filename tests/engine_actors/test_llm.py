@@ -234,3 +234,53 @@ def test_aborted_request_ends_with_that_reason(llm: LLM) -> None:
         finished += [output for output in engine.step() if output.outputs[0].finish_reason]
     assert [output.outputs[0].finish_reason for output in finished] == ["abort", "abort"]
     assert [output.finished for output in finished] == [False, True]
+
+
+def test_enqueued_prompts_run_when_their_completion_is_waited_for(llm: LLM) -> None:
+    ids = llm.enqueue([[5], [6, 7]], GREEDY.clone(max_tokens=3))
+    ids += llm.enqueue("The fox", GREEDY.clone(max_tokens=2))
+    assert tokens_of(generate(llm, [9])) == [expected_tokens([9], 20)]
+    outputs = llm.wait_for_completion(use_tqdm=False)
+    assert [output.request_id for output in outputs] == ids
+    assert tokens_of(outputs)[:2] == [expected_tokens([5], 3), expected_tokens([6, 7], 3)]
+    assert llm.wait_for_completion(use_tqdm=False) == []
+    with pytest.raises(InvalidRequestError, match="token id 600"):
+        llm.enqueue([[5], [600]], GREEDY)
+    assert llm.wait_for_completion(use_tqdm=False) == []
+
+
+def test_tokenization_arguments_reach_the_tokenizer(llm: LLM) -> None:
+    text = "The quick brown fox jumps over the lazy dog"
+    (whole,) = generate(llm, text)
+    (cut,) = generate(llm, text, tokenization_kwargs={"truncation": True, "max_length": 3})
+    assert cut.prompt_token_ids == whole.prompt_token_ids[:3]
+    with pytest.raises(InvalidRequestError, match="tokenization_kwargs must be arguments") as raised:
+        generate(llm, text, tokenization_kwargs={"max_length": "three", "truncation": True})
+    assert raised.value.field == "tokenization_kwargs"
+
+
+def test_metrics_count_what_was_generated(llm: LLM) -> None:
+    def values() -> dict[tuple[str, str | None], Any]:
+        return {(metric.name, metric.labels.get("finished_reason")): metric for metric in llm.get_metrics()}
+
+    before = values()
+    generate(llm, [[5, 6, 7], [8, 9]], GREEDY.clone(max_tokens=4))
+    after = values()
+
+    def grown(name: str, field: str = "value", reason: str | None = None) -> Any:
+        return getattr(after[name, reason], field) - getattr(before[name, reason], field)
+
+    assert grown("vllm:prompt_tokens") == 5
+    assert grown("vllm:generation_tokens") == 8
+    assert grown("vllm:request_success", reason="length") == 2
+    assert grown("vllm:request_success", reason="stop") == 0
+    assert grown("vllm:time_to_first_token_seconds", "count") == 2
+    assert grown("vllm:request_generation_tokens", "sum") == 8
+    assert after["vllm:request_generation_tokens", None].buckets["5.0"] >= 2
+    assert after["vllm:num_requests_running", None].value == 0
+    assert all(metric.labels["engine"] == "0" for metric in after.values())
+
+
+def test_what_the_engine_is_made_of(llm: LLM) -> None:
+    assert llm.get_world_size() == 1
+    assert llm.model_config.model == llm.llm_engine.config.model_config.model

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from engine_actors.async_llm import AsyncLLM, RequestStream
+from engine_actors.async_llm import AsyncLLM
 from engine_actors.config import EngineConfig
 from engine_actors.errors import EngineDeadError, EngineRecoveredError, RequestFailedError
 from engine_actors.llm_engine import LLMEngine
+from engine_actors.request_stream import RequestStream
 from scheduler.sampling_params import RequestOutputKind, SamplingParams
 from tests.engine_actors.conftest import until
 from tests.fakes import expected_tokens

@@ -17,8 +17,18 @@ from typing import Any
 import pytest
 import ray
 
-from engine_actors import LLM, AsyncLLM, Engine, EnginePausedError, LLMEngine, RequestOutput, SamplingParams
+from engine_actors import (
+    LLM,
+    AsyncLLM,
+    Engine,
+    EnginePausedError,
+    LLMEngine,
+    QueueFullError,
+    RequestOutput,
+    SamplingParams,
+)
 from engine_actors.config import EngineConfig
+from scheduler.config import SchedulerConfig
 from scheduler.sampling_params import RequestOutputKind
 from tests.fakes import FakeExecutor, expected_tokens
 
@@ -195,6 +205,33 @@ def test_kept_requests_stand_still_and_go_on_with_the_same_tokens(driver: Any) -
     assert driver.call("is_paused") is False
     assert tokens_of(wait()) == EXPECTED
     assert tokens_of(wait_for_late()) == [expected_tokens([9], 25)]
+
+
+def test_running_requests_lose_their_kv_and_go_on_with_the_same_tokens(driver: Any) -> None:
+    wait = driver.submit(PROMPTS)
+    driver.until_all_have_tokens()
+    assert driver.call("reset_prefix_cache", reset_running_requests=True) is True
+    assert driver.call("is_paused") is False
+    outputs = wait()
+    assert tokens_of(outputs) == EXPECTED
+    assert {output.metrics.num_preemptions for output in outputs} == {1}
+    driver.call("pause", "keep")
+    assert driver.call("reset_prefix_cache", reset_running_requests=True) is True
+    assert driver.call("is_paused") is True
+    driver.call("resume")
+
+
+def test_admission_is_checked_before_requests_are_sent(driver: Any) -> None:
+    driver.call("pause", "keep")
+    driver.call("update_config", {"max_num_queued_requests": 2})
+    driver.call("check_admission", 100)
+    with pytest.raises(QueueFullError, match="max_num_queued_requests is 2"):
+        driver.call("check_admission", SchedulerConfig().max_num_seqs + 3)
+    driver.call("update_config", {"max_num_queued_requests": None})
+    driver.call("check_admission", 10_000)
+    with pytest.raises(ValueError, match="num_requests must be an integer, at least 1; got 0"):
+        driver.call("check_admission", 0)
+    driver.call("resume")
 
 
 def test_waiting_pause_returns_when_those_in_flight_have_ended(driver: Any) -> None:

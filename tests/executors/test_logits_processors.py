@@ -98,11 +98,12 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.parametrize("is_sent", [False, True])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_logits_equal_those_of_transformers_at_every_token(case: dict[str, Any]) -> None:
+def test_logits_equal_those_of_transformers_at_every_token(case: dict[str, Any], is_sent: bool) -> None:
     params, harness = SamplingParams(**case), Harness()
     tokens = [5, 7, 8, 5, 29]
-    harness.enter(2, tokens, len(tokens), params)
+    harness.enter(2, tokens, len(tokens), params.for_engine() if is_sent else params)
     for step, token in enumerate([5, 5, 6, 7, 8, 4, 4, 4, 4, 29, 0, 6, 5]):
         logits = some_logits(1, step)
         torch.testing.assert_close(

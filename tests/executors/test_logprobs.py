@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from executors.logprobs import by_chunk, by_row, compute_logprobs, most_likely, spread
+from executors.logprobs import by_chunk, by_row, compute_logprobs, most_likely, spread, with_asked_ids
 from scheduler.logprobs import TokenLogprobs
 
 
@@ -55,6 +55,17 @@ def test_the_most_likely_tokens_own_logprob_is_bit_equal_to_the_largest() -> Non
     assert all(logprobs[0] == logprobs[1] and rank == 1 for _, logprobs, rank in columns.rows())
 
 
+def test_rank_is_one_more_than_the_number_of_larger_logits() -> None:
+    """Of tokens among the most likely ones, at their edge, beyond it, and the last of all."""
+    places = torch.tensor([0, 1, 4, 5, 6, 20, 300, 5002])
+    logits = torch.cat([random_logits(8, 5003), random_logits(8, 5003, ties=True)])
+    order = logits.sort(dim=-1, descending=True, stable=True).indices
+    tokens = order.gather(-1, places.repeat(2).unsqueeze(-1)).squeeze(-1)
+    columns = by_row(logits, tokens, np.full(16, 5))
+    expected = (logits > logits.gather(-1, tokens.unsqueeze(-1))).sum(-1) + 1
+    assert [rank for _, _, rank in columns.rows()] == expected.tolist()
+
+
 def test_columns_are_spread_and_selected_without_loss() -> None:
     logits = random_logits(3, 100)
     columns = compute_logprobs(logits, torch.tensor([3, 4, 5]), np.array([2, 0, 4]))
@@ -73,3 +84,23 @@ def test_a_rows_logprobs_do_not_depend_on_its_neighbours() -> None:
     for index in range(16):
         alone = compute_logprobs(logits[index : index + 1], torch.tensor([index]), wanted[index : index + 1])
         assert list(alone.rows()) == [together[index]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_asked_for_by_id_come_with_their_ranks(dtype: torch.dtype) -> None:
+    logits = random_logits(4, 3000, ties=True).to(dtype)
+    tokens = torch.tensor([5, 6, 7, 8])
+    plain = compute_logprobs(logits, tokens, np.array([2, 0, 0, 3]))
+    columns = with_asked_ids(plain, logits, tokens, {1: [9, 6, 2000], 2: [7]})
+    rows, before = list(columns.rows()), list(plain.rows())
+    assert [ids for ids, _, _ in rows] == [before[0][0], [6, 9, 2000], [7], before[3][0]]
+    assert [rows[index][1] for index in (0, 3)] == [before[index][1] for index in (0, 3)]
+    assert [rows[index][2] for index in (0, 3)] == [[before[0][2], 1, 2], [before[3][2], 1, 2, 3]]
+    for index in (1, 2):
+        ids, logprobs, ranks = rows[index]
+        values = logits[index].float()
+        torch.testing.assert_close(torch.tensor(logprobs), values.log_softmax(-1)[ids])
+        assert ranks == [int((values > values[token]).sum()) + 1 for token in ids]
+    full = spread(columns, np.array([True, False, True, True, True]))
+    assert list(full.rows()) == [rows[0], ([], [], []), *rows[1:]]
+    assert list(full.select([3, 0]).rows()) == [rows[2], rows[0]]

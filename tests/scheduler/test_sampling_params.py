@@ -30,6 +30,8 @@ WRONG: list[tuple[str, Any]] = [
     ("allowed_token_ids", [1, True]), ("stop_token_ids", [5, 2**63]), ("bad_words_token_ids", [[1], [2, -1]]),
     ("logprobs", -2), ("logprobs", 1.5), ("prompt_logprobs", -2), ("prompt_logprobs", "5"),
     ("skip_reading_prefix_cache", 1), ("stream_interval", 0), ("stream_interval", 1.5),
+    ("token_columns", 5), ("flat_logprobs", 1), ("logprob_token_ids", []), ("logprob_token_ids", [-1]),
+    ("logprob_token_ids", list(range(129))), ("logprob_token_ids", 5),
     ("extra_args", [1]), ("extra_args", {"a": 2**63}), ("extra_args", {"a": [object()]}), ("extra_args", {1: 2}),
 ]  # fmt: skip
 
@@ -43,6 +45,12 @@ def test_a_wrong_value_is_refused_by_name(field: str, value: Any) -> None:
 def test_prompt_logprobs_cannot_come_from_the_prefix_cache() -> None:
     with pytest.raises(ValueError, match="skip_reading_prefix_cache must be True or None with prompt_logprobs"):
         SamplingParams(prompt_logprobs=1, skip_reading_prefix_cache=False)
+
+
+def test_tokens_asked_for_by_id_are_as_many_as_logprobs_says() -> None:
+    assert SamplingParams(logprobs=2, logprob_token_ids=[5, 9]).wants_logprobs
+    with pytest.raises(ValueError, match="logprob_token_ids must be as many as logprobs says, 3; got 2"):
+        SamplingParams(logprobs=3, logprob_token_ids=[5, 9])
 
 
 def test_other_spellings_are_normalised() -> None:

@@ -9,7 +9,8 @@ from typing import Any
 
 import yaml
 
-from engine_actors.metrics import EngineMetrics, ServerMetrics
+from engine_actors.engine_metrics import EngineMetrics
+from engine_actors.metrics import ServerMetrics
 from engine_actors.serve import build_openai_app
 
 ROOT = Path(__file__).parents[2]

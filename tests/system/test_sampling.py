@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine_actors import LLM, AsyncLLM, BeamSearchParams, RequestOutputKind, SamplingParams
 from engine_actors.errors import EngineStartupError, InvalidRequestError
+from engine_actors.flat_logprobs import FlatLogprobs
 from tests.fakes import CONFIG, VOCAB_SIZE, byte_level_tokenizer
 
 INPROC: dict[str, Any] = {"engine_core": "inproc", "distributed_executor_backend": "uni"}
@@ -31,6 +32,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "min-p": {"temperature": 1.1, "min_p": 0.02, "top_p": 0.95},
     "stop strings": {"temperature": 1.0, "stop": ["th", "e", "no such text"], "include_stop_str_in_output": True},
     "stop tokens": {"temperature": 1.0, "top_k": 30, "stop_token_ids": list(range(50, 80)), "min_tokens": 7},
+    "log-probabilities by id": {"temperature": 1.0, "logprob_token_ids": [40, 9, 250]},
     "all": {
         "structured_outputs": {"regex": "[ -~]{100,}"},
         "temperature": 0.9, "top_k": 50, "top_p": 0.95, "min_p": 0.001, "repetition_penalty": 1.1, "min_tokens": 4,
@@ -101,8 +103,9 @@ def check_mixed(engine: LLM, alone: dict[str, Any]) -> list[Any]:
 
 def test_logprobs_are_those_of_transformers_whatever_is_sampled(llama_dir: Path, alone: dict[str, Any]) -> None:
     model = LlamaForCausalLM.from_pretrained(llama_dir, dtype=torch.float32)
-    for output in alone.values():
+    for name, output in alone.items():
         tokens = PROMPT + output.outputs[0].token_ids
+        asked_ids = FEATURES[name].get("logprob_token_ids")
         with torch.inference_mode():
             logprobs = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
         positions = output.prompt_logprobs + output.outputs[0].logprobs
@@ -110,10 +113,11 @@ def test_logprobs_are_those_of_transformers_whatever_is_sampled(llama_dir: Path,
         for index in range(1, len(tokens)):
             expected, position = logprobs[index - 1], positions[index]
             count = 2 if index < len(PROMPT) else 3
-            top = expected.topk(count).indices.tolist()
-            assert list(position) == [tokens[index], *(t for t in top if t != tokens[index])]
-            assert position[tokens[index]].rank == int((expected > expected[tokens[index]]).sum()) + 1
+            by_id = asked_ids is not None and index >= len(PROMPT)
+            others = asked_ids if by_id else expected.topk(count).indices.tolist()
+            assert list(position) == [tokens[index], *(t for t in others if t != tokens[index])]
             for token_id, entry in position.items():
+                assert entry.rank == int((expected > expected[token_id]).sum()) + 1
                 assert entry.logprob == pytest.approx(expected[token_id].item(), abs=2e-4)
         total = sum(logprobs[index - 1, tokens[index]].item() for index in range(len(PROMPT), len(tokens)))
         assert output.outputs[0].cumulative_logprob == pytest.approx(total, abs=2e-3)
@@ -293,9 +297,19 @@ def test_aborting_a_request_aborts_all_of_its_completions(llm: LLM) -> None:
 
 @pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE])
 @pytest.mark.parametrize("stop", [None, "e"])
-def test_streamed_logprobs_join_to_the_final_ones(llm: LLM, kind: RequestOutputKind, stop: str | None) -> None:
-    params = params_of("all", stop=stop, stream_interval=5)
+@pytest.mark.parametrize("flat", [False, True])
+def test_streamed_logprobs_join_to_the_final_ones(
+    llm: LLM, kind: RequestOutputKind, stop: str | None, flat: bool
+) -> None:
+    params = params_of("all", stop=stop, stream_interval=5, flat_logprobs=flat)
     (final,) = llm.generate(PROMPT, params, use_tqdm=False)
+    assert isinstance(final.outputs[0].logprobs, FlatLogprobs if flat else list)
+    assert isinstance(final.prompt_logprobs, FlatLogprobs if flat else list)
+    if flat:
+        (other,) = llm.generate(PROMPT, params.clone(flat_logprobs=False), use_tqdm=False)
+        assert list(final.outputs[0].logprobs) == other.outputs[0].logprobs
+        assert list(final.prompt_logprobs) == [{}, *other.prompt_logprobs[1:]]
+        assert list(final.prompt_logprobs[::-2]) == list(final.prompt_logprobs)[::-2]
     engine, outputs = llm.llm_engine, []
     engine.add_request("streamed", PROMPT, params.clone(output_kind=kind))
     while engine.has_unfinished_requests():
@@ -328,6 +342,7 @@ def test_streamed_logprobs_join_to_the_final_ones(llm: LLM, kind: RequestOutputK
         ({"prompt_logprobs": -1}, "prompt_logprobs"),
         ({"logit_bias": {VOCAB_SIZE: 1.0}}, "logit_bias"),
         ({"allowed_token_ids": [VOCAB_SIZE]}, "allowed_token_ids"),
+        ({"logprob_token_ids": [VOCAB_SIZE]}, "logprob_token_ids"),
         ({"bad_words_token_ids": [[1, VOCAB_SIZE]]}, "bad_words_token_ids"),
         ({"stop_token_ids": [VOCAB_SIZE]}, "stop_token_ids"),
         ({"bad_words_token_ids": [[4]], "allowed_token_ids": [4]}, "allowed_token_ids"),

@@ -158,6 +158,23 @@ def test_ranks_sleep_and_wake_together_and_survive_a_failed_waking(
             events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
             assert any(event.get("name") == "aten::linear" for event in events)
 
+        def num_linears(max_iterations: int) -> int:
+            llm.start_profile("few", delay_iterations=1, max_iterations=max_iterations)
+            assert tokens() == expected
+            path = Path(llm.stop_profile()[0])
+            events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+            return sum(event.get("name") == "aten::linear" for event in events)
+
+        one = num_linears(1)
+        assert one > 0
+        assert num_linears(3) == 3 * one
+        llm.start_profile(delay_iterations=1000)
+        with pytest.raises(RuntimeError, match=r"recorded nothing: \d+ more steps"):
+            llm.stop_profile()
+        num_parameters = llm.apply_model(lambda module: sum(p.numel() for p in module.parameters()))
+        assert len(num_parameters) == 2
+        assert all(count > 0 for count in num_parameters)
+
 
 def test_profile_without_a_directory_is_refused(random_llama_dir: Path) -> None:
     with LLM(

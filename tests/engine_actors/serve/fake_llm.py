@@ -247,8 +247,13 @@ class _Writer:
         return self._completion(self._text.text, self._token_ids)
 
     def _completion(self, text: str, token_ids: list[int]) -> CompletionOutput:
-        num = getattr(self._params, "logprobs", None)
-        logprobs = None if num is None else [self._llm.logprobs_of(token, num) for token in token_ids]
+        num, asked_ids = self._params.logprobs, self._params.logprob_token_ids
+        logprobs = None
+        if asked_ids is not None:
+            others = {each: Logprob(-2.0, 7, self._llm.tokenizer.decode([each])) for each in asked_ids}
+            logprobs = [{**self._llm.logprobs_of(token, 0), **others} for token in token_ids]
+        elif num is not None:
+            logprobs = [self._llm.logprobs_of(token, num) for token in token_ids]
         return CompletionOutput(
             self._index,
             text,

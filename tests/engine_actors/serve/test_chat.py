@@ -109,6 +109,21 @@ def test_logprobs_without_alternatives(client: openai.OpenAI) -> None:
     assert answer.choices[0].logprobs.content[0].top_logprobs == []
 
 
+def test_logprobs_of_tokens_named_by_id(http: httpx.Client, server: RunningServer) -> None:
+    asked = {"logprob_token_ids": [70, 71], "return_tokens_as_token_ids": True}
+    body = {"messages": MESSAGES, "logprobs": True, "max_tokens": 1, **asked}
+    (entry,) = http.post(CHAT, json=body).json()["choices"][0]["logprobs"]["content"]
+    assert [top["token"] for top in entry["top_logprobs"]] == [entry["token"], "token_id:70", "token_id:71"]
+    assert [top["logprob"] for top in entry["top_logprobs"]] == [-0.5, -2.0, -2.0]
+    assert http.post(CHAT, json={**body, "top_logprobs": 2}).is_success
+    for wrong, param in (({"top_logprobs": 3}, "logprob_token_ids"), ({"logprobs": False}, "logprob_token_ids")):
+        answer = http.post(CHAT, json={**body, **wrong})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    completion = {"prompt": "a", "logprobs": 2, "max_tokens": 1, **asked}
+    (top,) = http.post("/v1/completions", json=completion).json()["choices"][0]["logprobs"]["top_logprobs"]
+    assert {"token_id:70", "token_id:71"} < set(top)
+
+
 def test_token_ids_and_prompt_text_are_returned(http: httpx.Client, tokenizer: Any) -> None:
     body = {"messages": MESSAGES, "return_token_ids": True, "return_prompt_text": True, "max_tokens": 2}
     answer = http.post(CHAT, json=body).json()
