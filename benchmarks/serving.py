@@ -4,8 +4,9 @@
 
 Measured in turn, each engine alone on the machine, with the same prompts: AsyncLLM in this process, our server
 (`engine-actors serve`, with HAProxy; with `--proxies haproxy ray` also with Serve's own proxy), and vLLM's. As many
-requests are kept in flight as there are streams; the client of the servers is this process. "front ms" is the CPU time
-per token of everything but engine core and workers: HTTP, proxies, Ray's own processes, detokenisation.
+requests are kept in flight as there are streams; the client of the servers is this process, one and the same for all
+(`lean_client.py`). "front ms" is the CPU time per token of everything but engine core and workers: HTTP, proxies, Ray's
+own processes, detokenisation; "client ms" is the client's, which for AsyncLLM is part of the front.
 """
 
 from __future__ import annotations
@@ -31,12 +32,14 @@ from typing import Any
 
 import psutil
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from benchmarks.lean_client import run_streams
 from engine_actors.bench.client import BenchRequest, BenchResult, Target
 from engine_actors.bench.figures import load_figures
-from engine_actors.bench.load import LoadPlan, LoadReport, run_load
+from engine_actors.bench.load import LoadReport
 
 START_S = 600
-COLUMNS = ("median_ttft_ms", "median_itl_ms", "mean_tpot_ms", "output_throughput", "front_cpu_ms")
+COLUMNS = ("median_ttft_ms", "median_itl_ms", "mean_tpot_ms", "output_throughput", "front_cpu_ms", "client_cpu_ms")
 ENGINE_PROCESSES = ("EngineCore", "RayWorker", "VLLM::Worker")
 Measured = dict[int, dict[str, Any]]
 
@@ -62,13 +65,14 @@ def front_cpu_s(root: psutil.Process) -> float:
 
 def measure_server(url: str, model: str, args: argparse.Namespace, root: psutil.Process) -> Measured:
     target = Target(f"{url}/v1/completions", model, extra={"ignore_eos": True, "temperature": 0})
-    asyncio.run(run_load(target, requests_for(4, args)[:4], LoadPlan()))
+    asyncio.run(run_streams(target, requests_for(4, args)[:4], 4))
     measured = {}
     for num_streams in args.streams:
-        plan = LoadPlan(max_concurrency=num_streams)
-        before_s = front_cpu_s(root)
-        figures = load_figures(asyncio.run(run_load(target, requests_for(num_streams, args), plan)))
-        figures["front_cpu_ms"] = 1000 * (front_cpu_s(root) - before_s) / max(1, figures["total_output_tokens"])
+        before_s, client_before_s = front_cpu_s(root), time.process_time()
+        figures = load_figures(asyncio.run(run_streams(target, requests_for(num_streams, args), num_streams)))
+        client_s, front_s = time.process_time() - client_before_s, front_cpu_s(root) - before_s
+        num_tokens = max(1, figures["total_output_tokens"])
+        figures |= {"front_cpu_ms": 1000 * front_s / num_tokens, "client_cpu_ms": 1000 * client_s / num_tokens}
         measured[num_streams] = figures
     return measured
 
@@ -112,6 +116,7 @@ def measure_async_llm(args: argparse.Namespace) -> Measured:
             measured[num_streams] = load_figures(await run(num_streams))
             spent_s = time.process_time() - before_s
             measured[num_streams]["front_cpu_ms"] = 1000 * spent_s / measured[num_streams]["total_output_tokens"]
+            measured[num_streams]["client_cpu_ms"] = 0.0
         await llm.shutdown_async(0.0)
         return measured
 
@@ -180,12 +185,12 @@ def measure(engine: str, args: argparse.Namespace) -> Measured:
 
 
 def table(figures: dict[str, Measured], streams: list[int]) -> str:
-    titles = ("streams", "TTFT ms", "ITL ms", "TPOT ms", "tokens/s", "front ms", "failed")
+    titles = ("streams", "TTFT ms", "ITL ms", "TPOT ms", "tokens/s", "front ms", "client ms", "failed")
     lines = [f"{'':<16}{titles[0]:>8}" + "".join(f"{title:>10}" for title in titles[1:-1]) + f"{titles[-1]:>8}"]
     for num_streams in streams:
         for engine, measured in figures.items():
             row = measured[num_streams]
-            values = "".join(f"{row[column]:>10.{2 if column == COLUMNS[-1] else 1}f}" for column in COLUMNS)
+            values = "".join(f"{row[column]:>10.{2 if column in COLUMNS[-2:] else 1}f}" for column in COLUMNS)
             lines.append(f"{engine:<16}{num_streams:>8}{values}{row['failed']:>8}")
     return "\n".join(lines)
 

@@ -131,15 +131,24 @@ class EngineMetrics:
         return RequestMeter(self)
 
 
+class _Completion:
+    """One completion being metered: tokens so far, and when the last of them came (EngineCore's clock)."""
+
+    __slots__ = ("last_token_ts", "num_generated")
+
+    def __init__(self) -> None:
+        self.num_generated = 0
+        self.last_token_ts = 0.0
+
+
 class RequestMeter:
     """Feeds one HTTP request's outputs into `EngineMetrics`."""
 
-    __slots__ = ("_last_token_ts", "_metrics", "_num_generated", "_num_open")
+    __slots__ = ("_completions", "_metrics", "_num_open")
 
     def __init__(self, metrics: EngineMetrics) -> None:
         self._metrics = metrics
-        self._last_token_ts: dict[tuple[int, int], float] = {}
-        self._num_generated: dict[tuple[int, int], int] = {}
+        self._completions: dict[tuple[int, int], _Completion] = {}
         self._num_open = 0
 
     def observe(self, prompt_index: int, output: RequestOutput) -> None:
@@ -147,31 +156,31 @@ class RequestMeter:
         metrics, times = self._metrics, output.metrics
         for completion in output.outputs:
             key = (prompt_index, completion.index)
-            num_new = len(completion.token_ids)
-            before = self._num_generated.get(key)
-            if before is None:
-                before = 0
+            metered = self._completions.get(key)
+            if metered is None:
+                metered = self._completions[key] = _Completion()
                 self._num_open += 1
                 if completion.index == 0:
                     self._observe_prompt(output)
-            generated = self._num_generated[key] = before + num_new
+            num_new, before = len(completion.token_ids), metered.num_generated
+            generated = metered.num_generated = before + num_new
             metrics.num_generated_tokens += num_new
-            last_ts = times.last_token_ts
-            if before == 0 and generated:
+            if not before and generated:
                 metrics.ttft_s.observe(times.first_token_latency)
-                self._last_token_ts[key] = times.first_token_ts
-            if generated > max(1, before):
+                metered.last_token_ts = times.first_token_ts
+                before = 1
+            if generated > before:
                 # Tokens that came together share the time since the one before them.
-                num_gaps = generated - max(1, before)
-                gap_s = max(0.0, last_ts - self._last_token_ts[key]) / num_gaps
+                num_gaps = generated - before
+                gap_s = max(0.0, times.last_token_ts - metered.last_token_ts) / num_gaps
                 metrics.inter_token_s.observe(gap_s, num_gaps)
-                self._last_token_ts[key] = last_ts
+                metered.last_token_ts = times.last_token_ts
             if completion.finish_reason is not None:
                 self._observe_end(completion.finish_reason, generated, output)
 
     def end(self, reason: str) -> None:
         """The HTTP request ended early, by "abort" or "error": so did its completions that have not ended."""
-        never_began = reason == "abort" and not self._num_generated
+        never_began = reason == "abort" and not self._completions
         self._metrics.finished[reason] += 1 if never_began else self._num_open
         self._num_open = 0
 

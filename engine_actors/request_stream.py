@@ -12,14 +12,14 @@ from engine_actors.outputs import RequestOutput
 class RequestStream:
     """The outputs of one request, as they come. Those nobody has read yet are merged: a slow reader costs no memory.
 
-    An async iterator that ends after the finished output. Raises the request's error, and EngineDeadError.
+    An async iterator for one reader. Ends after the finished output; raises the request's error, and EngineDeadError.
     """
 
     def __init__(self, request: ProcessedRequest) -> None:
         self.request_id = request.parent.request_id
         self._kind = request.parent.params.output_kind
         self._unread: RequestOutput | None = None
-        self._changed = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
         self._finished = False
         self._error: Exception | None = None
         request.parent.sink = self._put
@@ -33,8 +33,11 @@ class RequestStream:
                 raise self._error
             if self._finished:
                 raise StopAsyncIteration
-            self._changed.clear()
-            await self._changed.wait()
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
         output, self._unread = self._unread, None
         if output.error is not None:
             self._error = output.error
@@ -47,7 +50,7 @@ class RequestStream:
 
     def fail(self, error: Exception) -> None:
         self._error, self._finished = error, True
-        self._changed.set()
+        self._wake()
 
     def _put(self, output: RequestOutput) -> None:
         if self._unread is None:
@@ -55,4 +58,8 @@ class RequestStream:
         else:
             self._unread.merge(output, self._kind)
         self._finished = output.finished
-        self._changed.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

