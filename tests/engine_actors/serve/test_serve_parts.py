@@ -6,6 +6,7 @@ import socketserver
 import subprocess
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import httpx
@@ -221,3 +222,23 @@ def test_serves_control_loop_is_slower_unless_the_environment_says_otherwise(
     assert launch._environment(options, None) == launch.QUIET_SERVE
     monkeypatch.setenv(name, "0.1")
     assert launch._environment(options, None) == {name: "0.1"}
+
+
+@pytest.mark.parametrize(("state", "told"), [("RUNNING", "RUNNING"), ("UNHEALTHY", "UNHEALTHY"), (None, "DELETED")])
+def test_the_state_of_an_application_that_serve_does_not_know_is_deleted(
+    state: str | None, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = pytest.importorskip("ray.serve.context")
+    schema = pytest.importorskip("ray.serve.schema")
+
+    class Client:
+        def get_serve_status(self, name: str) -> Any:
+            assert name == "mine"
+            status = schema.ApplicationStatus(state or "NOT_STARTED")
+            return SimpleNamespace(app_status=SimpleNamespace(status=status))
+
+    monkeypatch.setattr(context, "_get_global_client", lambda **_: Client())
+    running = launch.RunningApp("http://127.0.0.1:1", None, launch.LaunchOptions(app_name="mine"), owns_ray=False)
+    assert running.status() == told
+    monkeypatch.setattr(context, "_get_global_client", lambda **_: None)
+    assert running.status() == "DELETED"
