@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import string
+from functools import lru_cache
 
 from engine_actors.structured_output import charset
 from engine_actors.structured_output.charset import Ranges
@@ -37,6 +38,7 @@ _CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "0": "\0"}
 _HEX_LENGTHS = {"x": 2, "u": 4, "U": 8}
 _DOT = charset.difference(charset.ALL, charset.LINE_ENDS)
 _QUANTIFIER = re.compile(r"\{(\d*)(?:(,)(\d*))?\}")
+_QUANTIFIER_SIGNS: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?": (0, 1)}
 _GROUP_NAME = re.compile(r"\(\?P?<[A-Za-z_]\w*>")
 _REFUSED_GROUPS = {
     "(?=": "lookahead",
@@ -209,7 +211,7 @@ class _Parser:
             return Chars(_DOT)
         if 0xD800 <= ord(char) <= 0xDFFF:
             raise self.error("a lone surrogate", start)
-        return Chars(charset.of_chars(char))
+        return _one_char(char)
 
     def group(self) -> _Group:
         start = self.position
@@ -233,10 +235,9 @@ class _Parser:
 
     def quantifier(self) -> tuple[int, int | None] | None:
         char = self.peek()
-        simple: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?": (0, 1)}
-        if char in simple:
+        if char in _QUANTIFIER_SIGNS:
             self.position += 1
-            return simple[char]
+            return _QUANTIFIER_SIGNS[char]
         match = self.peek_quantifier()
         if match is None:
             return None
@@ -250,7 +251,7 @@ class _Parser:
         return low, high
 
     def peek_quantifier(self) -> re.Match[str] | None:
-        match = _QUANTIFIER.match(self.text, self.position)
+        match = _QUANTIFIER.match(self.text, self.position) if self.peek() == "{" else None
         # A brace that begins no quantifier is literal in both dialects.
         if match is None or (not match[1] and not match[2]):
             return None
@@ -338,6 +339,11 @@ class _Parser:
         if first > last:
             raise self.error(f"the range {chr(first)}-{chr(last)} is reversed")
         return (charset.make_ranges([(first, last)]),) * 2
+
+
+@lru_cache(1024)
+def _one_char(char: str) -> Chars:
+    return Chars(charset.of_chars(char))
 
 
 def _is_anchor(item: Regex | _Anchor | _Group, sign: str) -> bool:
