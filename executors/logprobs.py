@@ -25,7 +25,6 @@ MAX_CACHED_ELEMENTS = 1 << 18
 NOT_ASKED = -1
 
 _NO_IDS = np.zeros(0, dtype=np.int64)
-_BLOCK_IDS = np.arange(BLOCK)
 
 
 class LogprobsState:
@@ -106,19 +105,17 @@ def by_row(logits: torch.Tensor, token_ids: torch.Tensor, num_most_likely: np.nd
         if as_float32 is not None:
             chunk = as_float32[: len(chunk)].copy_(chunk)
         counts = num_most_likely[start : start + step].tolist()
-        candidates = _candidates(chunk, counts)
+        bounds = _bounds_of_first(chunk, counts)
         torch.log_softmax(chunk, -1, out=all_logprobs[: len(chunk)])
         chunk_values, chunk_logprobs = chunk.numpy(), all_logprobs.numpy()
         for row, token_id in enumerate(token_ids[start : start + step].tolist()):
-            values, likely = chunk_values[row], candidates[row]
-            likely_values = values[likely]
+            values, count = chunk_values[row], counts[row]
             # Descending, equal ones by ascending id.
-            first = likely[np.argsort(-likely_values, kind="stable")[: counts[row]]]
+            candidates = np.flatnonzero(values >= bounds[row]) if count else _NO_IDS
+            first = candidates[np.argsort(-values[candidates], kind="stable")[:count]]
             ids.append(np.concatenate([[token_id], first]))
             logprobs.append(chunk_logprobs[row][ids[-1]])
-            value = values[token_id]
-            is_likely = len(likely) > 0 and value >= likely_values.min()
-            ranks.append(1 + int(np.count_nonzero((likely_values if is_likely else values) > value)))
+            ranks.append(1 + int(np.count_nonzero(values > values[token_id])))
     lengths = np.fromiter(map(len, ids), dtype="<i4", count=len(ids))
     return TokenLogprobs(
         lengths.tobytes(),
@@ -128,33 +125,24 @@ def by_row(logits: torch.Tensor, token_ids: torch.Tensor, num_most_likely: np.nd
     )
 
 
-def _candidates(logits: torch.Tensor, counts: list[int]) -> list[np.ndarray]:
-    """For each row the ids, ascending, of all tokens whose logits reach some bound: at least `counts[i]` of them, and
-    few more. None where that is 0."""
+def _bounds_of_first(logits: torch.Tensor, counts: list[int]) -> list[float]:
+    """A value for each row that its `counts[i]` largest reach and few others; where that is 0, any."""
     vocab_size = logits.shape[1]
     num_blocks = vocab_size // BLOCK
     width = max((count for count in counts if count * 4 <= num_blocks), default=0)
-    maxima, largest = np.zeros((0, 0)), np.zeros((0, 0))
+    largest: list[list[float]] = []
     if width:
-        block_maxima = logits[:, : num_blocks * BLOCK].view(len(counts), num_blocks, BLOCK).amax(-1)
-        maxima, largest = block_maxima.numpy(), block_maxima.topk(width)[0].numpy()
-    found = []
+        largest = logits[:, : num_blocks * BLOCK].view(len(counts), num_blocks, BLOCK).amax(-1).topk(width)[0].tolist()
+    bounds = []
     for row, count in enumerate(counts):
-        values = logits[row].numpy()
         if count == 0:
-            found.append(_NO_IDS)
+            bounds.append(0.0)
         elif count <= width:
-            # So many blocks have a value as large as this, and only these need be looked into.
-            bound = largest[row, count - 1]
-            blocks = np.flatnonzero(maxima[row] >= bound)
-            ids = np.concatenate(
-                [(blocks[:, None] * BLOCK + _BLOCK_IDS).ravel(), np.arange(num_blocks * BLOCK, vocab_size)]
-            )
-            found.append(ids[values[ids] >= bound])
+            # So many blocks have a value as large as this.
+            bounds.append(largest[row][count - 1])
         else:
-            bound = np.partition(values, vocab_size - count)[vocab_size - count]
-            found.append(np.flatnonzero(values >= bound))
-    return found
+            bounds.append(float(np.partition(logits[row].numpy(), vocab_size - count)[vocab_size - count]))
+    return bounds
 
 
 def by_chunk(logits: torch.Tensor, token_ids: torch.Tensor, num_most_likely: np.ndarray) -> TokenLogprobs:
