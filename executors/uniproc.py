@@ -161,6 +161,8 @@ class UniProcExecutor(Executor):
                 )
                 failure.__cause__ = error
                 self._monitor.report(FailureReport(failure))
+                # The steps behind this one are on this thread's queue: none of them may succeed.
+                self._monitor.wait_for_failure(_STOP_TIMEOUT_S)
             else:
                 self._monitor.resolve(step, payload)
 

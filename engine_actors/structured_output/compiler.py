@@ -12,8 +12,9 @@ import queue
 import subprocess
 import sys
 import threading
+from collections.abc import Iterable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -59,7 +60,8 @@ class Compiler:
         self._lock = threading.Lock()
         self._jobs: dict[int, Future[Any]] = {}
         self._next_job = 0
-        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._sent: set[int] = set()  # jobs that the process has been told of, and that end with it
+        self._outbox: queue.SimpleQueue[Compile | Cancel | Literal["start"] | None] = queue.SimpleQueue()
         self._writer: threading.Thread | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: threading.Thread | None = None
@@ -70,7 +72,7 @@ class Compiler:
 
     def start(self) -> None:
         """Start the process now, in the background, so that the first grammar need not wait for it."""
-        self._send(b"")
+        self._send("start")
 
     def compile(self, spec: GrammarSpec) -> Future[Any]:
         """A future of xgrammar's CompiledGrammar. Cancelling it stops the work.
@@ -88,7 +90,7 @@ class Compiler:
             self._next_job += 1
             self._jobs[job] = future
         future.add_done_callback(lambda done: self._forget(job, done))
-        self._send(encode(Compile(job, spec)))
+        self._send(Compile(job, spec))
         return future
 
     def close(self) -> None:
@@ -110,31 +112,70 @@ class Compiler:
 
     # Sending
 
-    def _send(self, data: bytes) -> None:
+    def _send(self, message: Compile | Cancel | Literal["start"]) -> None:
         with self._lock:
             if self._is_closed:
                 return
             if self._writer is None:
                 self._writer = threading.Thread(target=self._write, name="grammar-compiler-writer", daemon=True)
                 self._writer.start()
-        self._outbox.put(data)
+        self._outbox.put(message)
 
     def _forget(self, job: int, future: Future[Any]) -> None:
         with self._lock:
             self._jobs.pop(job, None)
+            self._sent.discard(job)
         if future.cancelled():
-            self._send(encode(Cancel(job)))
+            self._send(Cancel(job))
 
     def _write(self) -> None:
-        while (data := self._outbox.get()) is not None:
+        while (message := self._outbox.get()) is not None:
             try:
-                process = self._running_process()
-                if process.stdin is not None and data:
-                    process.stdin.write(data)
-                    process.stdin.flush()
-            except OSError as error:  # it died: its reader fails the jobs that were under way, this one among them
+                self._write_one(message)
+            except OSError as error:
+                # The process has died. Its reader fails what it was working on; this message never reached it.
                 logger.warning("the grammar compiler cannot be reached: %s", error)
-                self._fail_all(CompilerDiedError(f"the grammar compiler cannot be reached: {error}"))
+                self._see_the_process_end()
+                self._write_again(message)
+
+    def _write_again(self, message: Compile | Cancel | Literal["start"]) -> None:
+        try:
+            self._write_one(message)
+        except OSError as error:
+            self._fail(list(self._jobs), CompilerDiedError(f"the grammar compiler cannot be reached: {error}"))
+
+    def _write_one(self, message: Compile | Cancel | Literal["start"]) -> None:
+        with self._lock:
+            is_wanted = not self._is_closed
+            if isinstance(message, Compile):
+                is_wanted &= message.job in self._jobs
+            elif isinstance(message, Cancel):
+                is_wanted &= self._process is not None
+        if not is_wanted:
+            return
+        process = self._running_process()
+        if message == "start" or process.stdin is None:
+            return
+        if isinstance(message, Compile):
+            with self._lock:
+                self._sent.add(message.job)
+        try:
+            process.stdin.write(encode(message))
+            process.stdin.flush()
+        except OSError:
+            if isinstance(message, Compile):
+                with self._lock:
+                    self._sent.discard(message.job)
+            raise
+
+    def _see_the_process_end(self) -> None:
+        """Returns when the reader has failed the jobs of a process that cannot be written to."""
+        with self._lock:
+            process, reader = self._process, self._reader
+        if process is not None:
+            process.kill()
+        if reader is not None:
+            reader.join(_JOIN_S)
 
     def _running_process(self) -> subprocess.Popen[bytes]:
         with self._lock:
@@ -173,10 +214,11 @@ class Compiler:
         status = process.wait()
         with self._lock:
             self._process = None
+            lost, self._sent = self._sent, set()
             is_expected = self._is_closed or self._unavailable is not None
         if not is_expected:
             logger.warning("the grammar compiler ended with status %d", status)
-        self._fail_all(CompilerDiedError(f"the grammar compiler ended with status {status}"))
+        self._fail(lost, CompilerDiedError(f"the grammar compiler ended with status {status}"))
 
     def _receive(self, reply: Reply) -> None:
         if isinstance(reply, Started):
@@ -186,7 +228,7 @@ class Compiler:
             logger.warning("%s", reply.error)
             with self._lock:
                 self._unavailable = reply.error
-            self._fail_all(StructuredOutputError(reply.error))
+            self._fail(list(self._jobs), StructuredOutputError(reply.error))
         elif isinstance(reply, Refused):
             error = CompileTimeoutError if reply.is_timeout else StructuredOutputError
             self._finish(reply.job, error(reply.error))
@@ -211,8 +253,6 @@ class Compiler:
         else:
             future.set_result(result)
 
-    def _fail_all(self, error: Exception) -> None:
-        with self._lock:
-            jobs = list(self._jobs)
+    def _fail(self, jobs: Iterable[int], error: Exception) -> None:
         for job in jobs:
             self._finish(job, error)

@@ -86,7 +86,9 @@ def test_utilities_answer_and_their_errors_are_the_callers(make_engine: Make) ->
     assert engine.collective_rpc(lambda worker, n: worker.echo(n + 1), args=(1,)) == [2]
     with pytest.raises(AttributeError, match="nonsense"):
         engine.collective_rpc("nonsense")
-    with pytest.raises(ValueError, match="unknown utility 'nonsense'; known are collective_rpc, execute_dummy_batch"):
+    with pytest.raises(
+        ValueError, match="unknown utility 'nonsense'; known are check_admission, collective_rpc, execute_dummy_batch"
+    ):
         engine.client.call_utility("nonsense")
     assert run(engine) == [expected_tokens(prompt, 20) for prompt in PROMPTS]
 

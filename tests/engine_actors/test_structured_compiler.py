@@ -9,6 +9,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -245,11 +246,31 @@ def test_when_the_process_dies_its_jobs_fail_and_the_next_starts_another(backend
     assert reader is not None
     os.kill(process.pid, signal.SIGSTOP)
     lost = compile_(backend, regex="lost")
+    while not backend._compiler._sent:  # pytest's timeout is the limit
+        time.sleep(0.001)
     process.kill()
     with pytest.raises(CompilerDiedError, match="ended with status -9"):
         lost.result(WAIT_S)
     reader.join(WAIT_S)
     assert compile_(backend, regex="b").result(WAIT_S)
+
+
+def test_a_job_that_never_reached_a_process_goes_to_the_next(
+    backend: XGrammarBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = backend._compiler
+    compile_(backend, regex="a").result(WAIT_S)
+    process, reader = compiler._process, compiler._reader
+    assert process is not None
+    assert reader is not None
+    process.kill()
+    process.wait()
+    # What the writer finds in the moment before the reader has seen the end.
+    running = compiler._running_process
+    monkeypatch.setattr(compiler, "_running_process", lambda: process if compiler._process is None else running())
+    see_the_end = compiler._see_the_process_end
+    monkeypatch.setattr(compiler, "_see_the_process_end", lambda: (monkeypatch.undo(), see_the_end()))
+    assert compile_(backend, regex="unsent").result(WAIT_S)
 
 
 def test_workers_end_with_their_process(backend: XGrammarBackend) -> None:

@@ -130,6 +130,17 @@ def test_a_worker_that_raises_fails_this_and_every_later_call_once(executor: Uni
     assert len(late) == 1
 
 
+def test_no_step_behind_a_failed_one_succeeds(executor: UniProcExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = StepDriver(executor, CACHE, SCHEDULER)
+    report = executor._monitor.report
+    monkeypatch.setattr(executor._monitor, "report", lambda failure: threading.Timer(0.3, report, [failure]).start())
+    failing = executor.execute_model(SchedulerOutput(step=5, rows=pack_int32([0])))
+    behind = driver.dispatch([driver.add([5])])
+    for future in (behind, failing):
+        with pytest.raises(ExecutorFailedError, match="step 5 came after step 0"):
+            future.result(60)
+
+
 def test_a_step_beyond_its_deadline_fails_the_executor(tiny_llama_dir: Path) -> None:
     executor = make_executor(tiny_llama_dir, step_timeout_s=0.3)
     StepDriver(executor, CACHE, SCHEDULER)
