@@ -93,7 +93,7 @@ def run(prompts, **options):
 texts = [list(o.outputs[0].token_ids) for o in run(prompts, max_tokens=num_tokens, ignore_eos=True)]
 forced = run([p + t for p, t in zip(prompts, reference)], max_tokens=1, prompt_logprobs=1)
 tops = [[min(d, key=lambda t: (-d[t].logprob, t)) for d in o.prompt_logprobs[-num_tokens:]] for o in forced]
-print("\\nTEXTS " + json.dumps([texts, tops]))
+print("\\nTEXTS " + json.dumps([texts, tops]), flush=True)
 """
 
 
@@ -101,11 +101,12 @@ def by_vllm(python: str, model: str, prompts: Texts, reference: Texts) -> Row:
     work = json.dumps([model, prompts, reference])
     env = {**os.environ, "PATH": f"{Path(python).parent}{os.pathsep}{os.environ.get('PATH', '')}"}
     env.pop("PYTHONPATH", None)
-    done = subprocess.run(
-        [python, "-c", VLLM_SCRIPT], input=work, stdout=subprocess.PIPE, text=True, check=True, env=env
-    )
-    # vLLM's own lines stand before and behind it.
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("TEXTS ")]
+    done = subprocess.run([python, "-c", VLLM_SCRIPT], input=work, stdout=subprocess.PIPE, text=True, env=env)
+    # vLLM's own lines stand before and behind it. Its threads can abort the interpreter's end, when all is said.
+    lines = [line for line in done.stdout.splitlines() if line.startswith("TEXTS ")]
+    if not lines:
+        raise RuntimeError(f"vLLM ended with status {done.returncode} and without a result")
+    (line,) = lines
     return Row(*json.loads(line.removeprefix("TEXTS ")))
 
 
