@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from engine_actors.errors import QueueFullError
 from scheduler import errors as scheduler_errors
 from scheduler.pause import PauseMode
+from scheduler.values import check_int
 
 if TYPE_CHECKING:
     from engine_actors.core import EngineCore
@@ -108,9 +109,9 @@ class CoreUtilities:
         """
         Raises:
             QueueFullError: So many more requests would not be queued now.
+            ValueError: `num_requests` is not an integer of at least 1.
         """
-        if not isinstance(num_requests, int) or isinstance(num_requests, bool) or num_requests < 1:
-            raise ValueError(f"num_requests must be an integer, at least 1; got {num_requests!r}")
+        check_int("num_requests", num_requests, 1, None)
         try:
             self._core.scheduler.check_admission(num_requests)
         except scheduler_errors.QueueFullError as error:

@@ -33,6 +33,8 @@ class RequestStream:
                 raise self._error
             if self._finished:
                 raise StopAsyncIteration
+            if self._waiter is not None:
+                raise RuntimeError(f"the stream of request {self.request_id} is being read by another task")
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter

@@ -257,6 +257,19 @@ async def test_in_process_core_is_refused(fake_config: Callable[..., EngineConfi
         AsyncLLM.from_config(fake_config(engine_core="inproc"))
 
 
+async def test_a_second_reader_of_a_stream_is_refused_and_the_first_goes_on(make_llm: Make) -> None:
+    engine = make_llm()
+    await engine.pause_generation("keep")
+    stream = await engine.add_request([9], GREEDY.clone(max_tokens=400))
+    reading = asyncio.create_task(anext(stream))
+    await asyncio.sleep(0)  # It runs until it has to wait.
+    with pytest.raises(RuntimeError, match="is being read by another task"):
+        await anext(stream)
+    await engine.resume_generation()
+    assert (await reading).outputs[0].token_ids
+    engine.drop(stream)
+
+
 async def test_draining_waits_for_every_request_and_no_longer(make_llm: Make) -> None:
     engine = make_llm()
     await engine.wait_for_requests_to_drain()
